@@ -1,0 +1,29 @@
+"""What every test shares: Hypothesis profiles and the golden cases."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from tests.golden_cases import GoldenCase, load_golden_cases
+
+# The same examples on every machine: a failure can be seen again, and a pass does not hang on luck.
+settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+# For a search by hand: HYPOTHESIS_PROFILE=search pytest -k ...
+settings.register_profile("search", parent=settings.get_profile("ci"), derandomize=False, max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that asks for `golden_case` runs once for each."""
+    if "golden_case" in metafunc.fixturenames:
+        cases = load_golden_cases()
+        metafunc.parametrize("golden_case", cases.values(), ids=cases.keys())
+
+
+@pytest.fixture(scope="session")
+def golden_cases() -> dict[str, GoldenCase]:
+    """All golden cases by name."""
+    return load_golden_cases()

@@ -1,0 +1,106 @@
+"""What can be imported, what that costs, and which names are public."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import zephon_ray
+
+PUBLIC = [
+    "BadRecordError",
+    "DataChangedError",
+    "DifferenceError",
+    "GlobalBatch",
+    "Loader",
+    "Recipe",
+    "RecipeError",
+    "ReplayError",
+    "RunDirectoryError",
+    "RunnerError",
+    "SourceError",
+    "StateError",
+    "StorageError",
+    "SystemFault",
+    "UserError",
+    "ZephonError",
+    "__version__",
+    "load_recipe",
+]
+
+NEED_RAY_OR_TORCH = ("zephon_ray.runners.ray", "zephon_ray.feed", "zephon_ray.training")
+
+# The preamble of a process in which importing ray, torch or torchtitan raises.
+REFUSING = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("ray", "torch", "torchtitan"):
+            raise ImportError("forbidden: " + name)
+sys.meta_path.insert(0, Refuse())
+"""
+
+
+def _modules(folder: Path, prefix: str) -> list[str]:
+    """All modules below a package, found without importing any."""
+    found = []
+    for module in pkgutil.iter_modules([str(folder)], prefix):
+        found.append(module.name)
+        if module.ispkg:
+            found += _modules(folder / module.name.rpartition(".")[2], module.name + ".")
+    return found
+
+
+MODULES = [m for m in _modules(Path(zephon_ray.__file__).parent, "zephon_ray.") if not m.startswith(NEED_RAY_OR_TORCH)]
+
+
+def _python(code: str) -> subprocess.CompletedProcess[str]:
+    root = Path(zephon_ray.__file__).parents[1]
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=root, check=False)
+
+
+def test_the_refusing_preamble_refuses() -> None:
+    assert "forbidden: ray" in _python(REFUSING + "import ray.data").stderr
+
+
+def test_this_folder_s_tests_run_where_they_cannot_be_imported() -> None:
+    with pytest.raises(ImportError, match="must not import torchtitan"):
+        importlib.import_module("torchtitan")
+
+
+def test_every_core_module_imports_where_ray_and_torch_cannot_be() -> None:
+    assert {"zephon_ray.errors", "zephon_ray.hashing"} <= set(MODULES)
+    # A `__main__` runs when it is imported.
+    names = [m for m in MODULES if not m.endswith("__main__")]
+    done = _python(REFUSING + f"import importlib\nfor name in {names!r}: importlib.import_module(name)")
+    assert done.returncode == 0, done.stderr
+
+
+def test_importing_the_package_loads_none_of_its_dependencies() -> None:
+    code = "import sys; before = set(sys.modules); import zephon_ray, json; print(json.dumps(sorted(set(sys.modules) - before)))"
+    loaded = {name.partition(".")[0] for name in json.loads(_python(code).stdout)}
+    heavy = {"fsspec", "numpy", "orjson", "pyarrow", "pydantic", "ray", "rich", "tokenizers", "torch", "torchtitan", "typer", "yaml"}
+    assert loaded & heavy == set()
+    assert "zephon_ray" in loaded
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(zephon_ray.__all__) == sorted(PUBLIC)
+    assert dir(zephon_ray) == sorted(PUBLIC)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_is_there(name: str) -> None:
+    value = getattr(zephon_ray, name)
+    assert getattr(value, "__name__", name) == name
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'conect'"):
+        _ = zephon_ray.conect

@@ -1,0 +1,67 @@
+"""The public names, nothing else: LLM training data made while the model trains.
+
+Names are imported when they are first used, so `import zephon_ray` costs nothing and imports neither ray nor torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zephon_ray.batches import GlobalBatch
+    from zephon_ray.errors import (
+        BadRecordError,
+        DataChangedError,
+        DifferenceError,
+        RecipeError,
+        ReplayError,
+        RunDirectoryError,
+        RunnerError,
+        SourceError,
+        StateError,
+        StorageError,
+        SystemFault,
+        UserError,
+        ZephonError,
+    )
+    from zephon_ray.loader import Loader
+    from zephon_ray.recipe import Recipe, load_recipe
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BadRecordError",
+    "DataChangedError",
+    "DifferenceError",
+    "GlobalBatch",
+    "Loader",
+    "Recipe",
+    "RecipeError",
+    "ReplayError",
+    "RunDirectoryError",
+    "RunnerError",
+    "SourceError",
+    "StateError",
+    "StorageError",
+    "SystemFault",
+    "UserError",
+    "ZephonError",
+    "__version__",
+    "load_recipe",
+]
+
+_HOMES = {"GlobalBatch": "batches", "Loader": "loader", "Recipe": "recipe", "load_recipe": "recipe"}
+"""The module of each public name that is not an error."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'zephon_ray' has no attribute {name!r}")
+    home = importlib.import_module(f"zephon_ray.{_HOMES.get(name, 'errors')}")
+    value = globals()[name] = getattr(home, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,307 @@
+"""A chunk: consecutive steps of a lane group that nothing still to be read can change.
+
+It holds what to copy where for each step, and what each step changes in the lanes' standing. Rows are made only when
+a step is asked for, so a chunk of many steps costs no memory beyond its plan and the pools that it copies from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from zephon_ray.hashing import digest128
+from zephon_ray.plan.dealing import Dealer, SourceStart
+from zephon_ray.plan.packing import PADDING, Segments
+from zephon_ray.plan.pieces import Pieces, within
+
+I64 = npt.NDArray[np.int64]
+I32 = npt.NDArray[np.int32]
+
+IGNORE = -100
+"""Label of a padding pair, which PyTorch's cross entropy leaves out by default."""
+
+_SHORT = 200  # mean pairs a segment below which gathering costs less than a slice copy each; measured
+_FEW = 8  # segments a pool above which it does
+_BLOCK = 1 << 15  # pairs gathered at a time, so that the indices stay in the cache
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """Places and counts of a group's lanes, by window ordinal. Arrays are int64.
+
+    Args:
+        windows, indices, counts: [sources, lanes], as in the contract's "State".
+        last_time, last_source: [lanes], virtual time and source of the last piece begun.
+    """
+
+    windows: I64
+    indices: I64
+    counts: I64
+    last_time: I64
+    last_source: I64
+
+    @classmethod
+    def at(cls, sources: Sequence[SourceStart], lanes: slice) -> Standing:
+        """What a state says of some lanes."""
+        n = len(sources[0].windows[lanes])
+        return cls(
+            windows=np.stack([s.windows[lanes] for s in sources]),
+            indices=np.stack([s.indices[lanes] for s in sources]),
+            counts=np.stack([s.counts[lanes] for s in sources]),
+            last_time=np.full(n, -1, np.int64),
+            last_source=np.full(n, -1, np.int64),
+        )
+
+    def copy(self) -> Standing:
+        return Standing(
+            windows=self.windows.copy(),
+            indices=self.indices.copy(),
+            counts=self.counts.copy(),
+            last_time=self.last_time.copy(),
+            last_source=self.last_source.copy(),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _End:
+    """A source at its end under `continue`: a lane has left it once it took a piece of a later (time, source)."""
+
+    source: int
+    times: I64
+    window: int  # ordinal of the window after its last
+
+    def left_by(self, times: I64, sources: I64, lanes: I64) -> npt.NDArray[np.bool_]:
+        own = self.times[lanes]
+        return (times > own) | ((times == own) & (sources > self.source))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRows:
+    """One step of a lane group.
+
+    Args:
+        rows: int32 [rows, 3, sequence_length]: inputs, labels, positions of the group's rows, lane by lane.
+        digests: of the rows, 16 bytes each.
+        padding: pairs that are padding.
+        standing: of the lanes after the step.
+        open_source, open_used: int64 [lanes], the piece or fill open after it, as in `LanesState`.
+        pairs: int64 [sources], pairs of all pieces begun since the run began.
+        used: int64 [sources], ordinal of the newest window used so far.
+    """
+
+    rows: I32
+    digests: list[bytes]
+    padding: int
+    standing: Standing
+    open_source: I64
+    open_used: I64
+    pairs: I64
+    used: I64
+
+
+class Chunk:
+    """The plan of some steps. Steps are numbered from 0 within the chunk, and made in order.
+
+    Args:
+        pieces: laid pieces that are begun before the chunk's end and over after its start, lane by lane in order.
+        segments: all that its rows are made of.
+        pools: ids (as int32) by pool number.
+        dealers: one a source, read for the sources that are at their end.
+        standing: before its first step.
+        begun_pairs: int64 [sources], pairs of the pieces begun before it.
+        pad_id: input of padding.
+        wraps: whether the packing is `wrap`.
+        stops: whether a lane ends with the first source that does.
+        steps: how many, at least 1.
+        rows_per_lane: rows a step and lane.
+        row_pairs: `sequence_length`.
+        lanes: the group's lanes.
+    """
+
+    def __init__(
+        self,
+        *,
+        pieces: Pieces,
+        segments: Segments,
+        pools: Mapping[int, I32],
+        dealers: Sequence[Dealer],
+        standing: Standing,
+        begun_pairs: I64,
+        steps: int,
+        rows_per_lane: int,
+        row_pairs: int,
+        pad_id: int,
+        wraps: bool,
+        stops: bool,
+        lanes: range,
+    ) -> None:
+        self.steps, self.lanes = steps, lanes
+        self._span, self._rows, self._row_pairs = rows_per_lane * row_pairs, rows_per_lane, row_pairs
+        self._pools, self._pad_id, self._wraps = pools, pad_id, wraps
+        mine = slice(lanes.start, lanes.stop)
+        self._ends = [
+            _End(source=d.source, times=d.end_times[mine], window=d.next_window)
+            for d in dealers
+            if d.end_times is not None and not stops
+        ]
+        step = segments["at"] // self._span
+        order = np.argsort(step, kind="stable")
+        self._segments, self._segment_edges = segments[order], np.searchsorted(step[order], np.arange(steps + 1))
+        self._plan_standing(pieces)
+        self._plan_counts(pieces, begun_pairs, len(dealers))
+        self._plan_open(pieces)
+        self._standing, self._next = standing, 0
+
+    # ---- the plan of what each step changes
+
+    def _plan_standing(self, pieces: Pieces) -> None:
+        begun, done = pieces["begun"] // self._span, -(-pieces["done"] // self._span) - 1
+        steps = np.arange(self.steps + 1)
+        self._pieces = pieces
+        self._by_done, self._by_begun = np.argsort(done, kind="stable"), np.argsort(begun, kind="stable")
+        self._done_edges = np.searchsorted(done[self._by_done], steps)
+        self._begun_edges = np.searchsorted(begun[self._by_begun], steps)
+
+    def _plan_counts(self, pieces: Pieces, begun_pairs: I64, sources: int) -> None:
+        """Pairs begun and newest windows used, int64 [steps + 1, sources]: row t is after the chunk's first t steps."""
+        row = np.maximum(pieces["begun"] // self._span + 1, 0)
+        fresh = pieces["begun"] >= 0
+        pairs = np.zeros((self.steps + 1, sources), np.int64)
+        np.add.at(pairs, (row[fresh], pieces["source"][fresh]), pieces["pairs"][fresh])
+        self._pairs = np.cumsum(pairs, axis=0) + begun_pairs
+        used = np.full((self.steps + 1, sources), -1, np.int64)
+        np.maximum.at(used, (row, pieces["source"]), pieces["window"])
+        for end in self._ends:
+            left = end.left_by(pieces["virtual_time"], pieces["source"], pieces["lane"])
+            if left.any():
+                used[row[left].min(), end.source] = end.window - 1
+        self._used = np.maximum.accumulate(used, axis=0)
+
+    def _plan_open(self, pieces: Pieces) -> None:
+        """Pieces (`best_fit`: fills) open after each step: int64 [steps + 1, lanes], as in `LanesState`."""
+        first = np.maximum(pieces["begun"] // self._span + 1, 0)
+        times = np.maximum(np.minimum((pieces["done"] - 1) // self._span, self.steps) - first + 1, 0)
+        of = np.repeat(np.arange(len(pieces)), times)
+        step = first[of] + np.arange(len(of)) - np.repeat(np.cumsum(times) - times, times)
+        lane, used = pieces["lane"][of], step * self._span - pieces["begun"][of]
+        self._open_source = np.full((self.steps + 1, len(self.lanes)), -1, np.int64)
+        self._open_used = np.zeros((self.steps + 1, len(self.lanes)), np.int64)
+        if self._wraps:
+            self._open_source[step, lane] = pieces["source"][of]
+        self._open_used[step, lane] = used if self._wraps else used // self._row_pairs
+
+    def end_standing(self) -> Standing:
+        """Where the lanes stand after the chunk's last step."""
+        return self._after(self._standing, self._next, self.steps)
+
+    @property
+    def used_before(self) -> I64:
+        """Newest window of each source that a piece begun before the chunk lies in, int64 [sources]; -1 for none."""
+        return self._used[0]
+
+    @property
+    def end_pairs(self) -> I64:
+        """Pairs of the pieces begun by the chunk's end, int64 [sources]."""
+        return self._pairs[-1].copy()
+
+    def _after(self, before: Standing, first: int, end: int) -> Standing:
+        """The standing after steps first..end-1."""
+        s, pieces = before.copy(), self._pieces
+        done = self._by_done[self._done_edges[first] : self._done_edges[end]]
+        begun = self._by_begun[self._begun_edges[first] : self._begun_edges[end]] if self._wraps else done
+        at = pieces["source"][done], pieces["lane"][done]
+        s.windows[at], s.indices[at] = pieces["next_window"][done], pieces["next_index"][done]  # the last of a lane wins, says numpy
+        source, lane = pieces["source"][begun], pieces["lane"][begun]
+        s.counts[source, lane] = pieces["count"][begun]
+        s.last_time[lane], s.last_source[lane] = pieces["virtual_time"][begun], source
+        lanes = np.arange(len(self.lanes))
+        for end_of in self._ends:
+            left = end_of.left_by(s.last_time, s.last_source, lanes)
+            s.windows[end_of.source, left], s.indices[end_of.source, left] = end_of.window, 0
+        return s
+
+    # ---- rows
+
+    def next_step(self) -> StepRows:
+        """Make the rows of the next step; at most `steps` times."""
+        step = self._next
+        rows, padding = self._make_rows(step)
+        self._standing, self._next = self._after(self._standing, step, step + 1), step + 1
+        return StepRows(
+            rows=rows,
+            digests=[digest128(row) for row in rows],
+            padding=padding,
+            standing=self._standing,
+            open_source=self._open_source[step + 1],
+            open_used=self._open_used[step + 1],
+            pairs=self._pairs[step + 1],
+            used=self._used[step + 1],
+        )
+
+    @property
+    def left(self) -> int:
+        """Steps that are still to be made."""
+        return self.steps - self._next
+
+    def _make_rows(self, step: int) -> tuple[I32, int]:
+        parts = self._segments[self._segment_edges[step] : self._segment_edges[step + 1]]
+        rows = np.empty((len(self.lanes) * self._rows, 3, self._row_pairs), np.int32)
+        at = parts["at"] - step * self._span
+        row = parts["lane"].astype(np.int64) * self._rows + at // self._row_pairs
+        to = row * (3 * self._row_pairs) + at % self._row_pairs  # on the line of all the rows' numbers
+        padding = parts["pool"] == PADDING
+        line = rows.reshape(-1)
+        self._pad(line, parts["pairs"][padding], to[padding])
+        padded = int(parts["pairs"][padding].sum())
+        if padded:
+            parts, to = parts[~padding], to[~padding]
+        if rows.size < len(parts) * 3 * _SHORT:
+            self._gather(line, parts, to)
+        else:
+            self._copy(line, parts, to)
+        return rows, padded
+
+    def _copy(self, line: I32, parts: Segments, to: I64) -> None:
+        """One slice copy a segment and array: the least work where segments are long."""
+        t, count, pools = self._row_pairs, np.arange(self._row_pairs, dtype=np.int32), self._pools
+        columns = (parts["pool"].tolist(), parts["start"].tolist(), parts["pairs"].tolist(), to.tolist())
+        for pool, start, n, a in zip(*columns, strict=True):
+            ids, end = pools[pool], a + n
+            line[a:end] = ids[start : start + n]
+            line[a + t : end + t] = ids[start + 1 : start + 1 + n]
+            line[a + 2 * t : end + 2 * t] = count[:n]
+
+    def _gather(self, line: I32, parts: Segments, to: I64) -> None:
+        """Many segments of a pool at once: no Python a segment, where they are short."""
+        t = self._row_pairs
+        for first, end in _blocks(parts["pairs"]):
+            block = parts[first:end]
+            pools = np.unique(block["pool"]).tolist()
+            if len(block) < len(pools) * _FEW:
+                self._copy(line, block, to[first:end])
+                continue
+            for pool in pools:
+                of = block["pool"] == pool
+                n, ids = block["pairs"][of], self._pools[pool]
+                count = within(n)
+                source, target = np.repeat(block["start"][of], n) + count, np.repeat(to[first:end][of], n) + count
+                line[target] = ids[source]
+                line[target + t] = ids[source + 1]
+                line[target + 2 * t] = count
+
+    def _pad(self, line: I32, pairs: I64, to: I64) -> None:
+        t = self._row_pairs
+        for first, end in _blocks(pairs):
+            count = within(pairs[first:end])
+            target = np.repeat(to[first:end], pairs[first:end]) + count
+            line[target], line[target + t], line[target + 2 * t] = self._pad_id, IGNORE, count
+
+
+def _blocks(pairs: I64) -> Iterator[tuple[int, int]]:
+    """(first, end) of runs of segments of about `_BLOCK` pairs."""
+    edges = np.searchsorted(np.cumsum(pairs), np.arange(_BLOCK, int(pairs.sum()) + _BLOCK, _BLOCK), side="left") + 1
+    ends = np.unique(np.minimum(edges, len(pairs))).tolist() if len(pairs) else []
+    return zip([0, *ends], ends, strict=False)

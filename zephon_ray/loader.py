@@ -1,0 +1,199 @@
+"""The loader: one data-parallel rank's rows of every global batch, and the state to go on from.
+
+It opens nothing before it is first used, holds no rows but those read ahead, and leaves nothing behind when closed.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+from zephon_ray.batches import Batch, GlobalBatch
+from zephon_ray.collector import Collector, Recorded, prepare
+from zephon_ray.errors import StateError
+from zephon_ray.prefetch import Prefetch
+from zephon_ray.recipe import Recipe, load_recipe
+from zephon_ray.runners import make_runner
+from zephon_ray.runners.base import Job, Runner, RunnerStats
+from zephon_ray.state import Identity, StreamState, from_bytes, to_bytes
+
+STATE_KEY = "zephon_ray"
+"""The one key of `state_dict()`; its value is bytes."""
+
+State = Mapping[str, bytes] | bytes
+
+_CLOSE_S = 30.0
+
+
+class Stream:
+    """Global batches of a recipe from a state on, with the runner that makes them: what a loader is for one rank, for the whole run.
+
+    Args:
+        recipe: checked already.
+        runner: its name; None for the recipe's.
+        workers: of the runner; None for as many as the recipe allows and the machine has.
+        state: bytes of a state; None for the beginning.
+        recorded: digests of windows that will be read again, to be compared.
+        prepared: what `prepare(recipe)` gave, where the caller has it.
+
+    Raises:
+        RecipeError, SourceError, StorageError: the tokenizer or the data cannot be used.
+        StateError: the state is damaged or belongs to another run.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        runner: str | None = None,
+        workers: int | None = None,
+        state: bytes | None = None,
+        recorded: Recorded | None = None,
+        prepared: tuple[Job, Identity] | None = None,
+    ) -> None:
+        job, self.identity = prepared or prepare(recipe)
+        start = None if state is None else from_bytes(state, self.identity)
+        name = runner or recipe.execution.runner
+        self._runner = make_runner(name, workers if workers is not None else recipe.execution.workers.max)
+        self._prefetch: Prefetch | None = None
+        try:
+            collector = Collector(job, self._runner, start, recorded)
+            self.state = collector.state
+            depth = recipe.execution.prefetch_steps if self._runner.reads_ahead else 0
+            self._prefetch = Prefetch(collector.next_batch, depth) if depth else None
+        except BaseException:
+            self._runner.close()
+            raise
+        self._next = self._prefetch.take if self._prefetch else collector.next_batch
+        self._closer = weakref.finalize(self, _close, self._runner, self._prefetch)
+
+    def next_batch(self) -> GlobalBatch | None:
+        """The next global batch; None at the end of the stream, and once closed."""
+        if not self._closer.alive:
+            return None
+        batch = self._next()
+        if batch is not None:
+            self.state = batch.state
+        return batch
+
+    def state_bytes(self) -> bytes:
+        """The state after the last batch that was taken."""
+        return to_bytes(self.state, self.identity)
+
+    def stats(self) -> RunnerStats:
+        return self._runner.stats()
+
+    def close(self) -> None:
+        """End threads and processes; again does nothing."""
+        self._closer()
+
+
+def _close(runner: Runner, prefetch: Prefetch | None) -> None:
+    if prefetch:
+        prefetch.close()
+    runner.close()
+    if prefetch:
+        prefetch.join(_CLOSE_S)
+
+
+class Loader:
+    """An iterator over one rank's `Batch`es.
+
+    Args:
+        recipe: a recipe, or the path of one.
+        runner: "inline", "threads" or "processes"; None for the recipe's.
+        workers: threads or processes that read and tokenise; None for as many as the recipe allows and the machine has.
+        dp_rank: in [0, dp_world_size).
+        dp_world_size: a divisor of `global_batch_size`. It may differ from that of the run that saved the state.
+        state: what `state_dict` gave; None for the beginning.
+
+    Raises:
+        RecipeError: the recipe is wrong, or the data-parallel size does not fit it.
+        When first used also SourceError, StateError, StorageError; while iterating BadRecordError, SourceError,
+        DataChangedError, StorageError, RunnerError.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe | str | os.PathLike[str],
+        *,
+        runner: str | None = None,
+        workers: int | None = None,
+        dp_rank: int = 0,
+        dp_world_size: int = 1,
+        state: State | None = None,
+    ) -> None:
+        self.recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+        self.recipe.check_dp(dp_rank, dp_world_size)
+        self.dp_rank, self.dp_world_size = dp_rank, dp_world_size
+        self._runner, self._workers = runner, workers
+        self._state = None if state is None else _bytes_of(state)
+        self._stream: Stream | None = None
+        self._closed = False
+
+    def _open(self) -> Stream:
+        if self._stream is None:
+            self._stream = Stream(self.recipe, runner=self._runner, workers=self._workers, state=self._state)
+        return self._stream
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._closed:
+            raise StopIteration
+        batch = self._open().next_batch()
+        if batch is None:
+            raise StopIteration
+        return batch.of_rank(self.dp_rank, self.dp_world_size)
+
+    @property
+    def step(self) -> int:
+        """The last step that was taken; 0 before the first."""
+        return self._open().state.step
+
+    def state_dict(self) -> dict[str, bytes]:
+        """The state after the last batch that was taken, whatever was read ahead: the same on every rank."""
+        return {STATE_KEY: self._open().state_bytes()}
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on from a state instead, from the next batch on.
+
+        Raises:
+            StateError: it is no state, or (when first used) not one of this run.
+        """
+        loaded = _bytes_of(state)
+        if self._stream is not None:
+            self._stream.close()
+        self._stream, self._state, self._closed = None, loaded, False
+
+    def stats(self) -> RunnerStats:
+        """What the runner did since the loader was opened."""
+        return self._open().stats()
+
+    def close(self) -> None:
+        """End threads and processes. The state can still be asked for."""
+        self._closed = True
+        if self._stream is not None:
+            self._stream.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _bytes_of(state: State) -> bytes:
+    if isinstance(state, bytes):
+        return state
+    value = state.get(STATE_KEY) if isinstance(state, Mapping) else None
+    if not isinstance(value, bytes):
+        raise StateError(
+            f"this is no state of zephon_ray: expected bytes, or a mapping with the key {STATE_KEY!r} and bytes, and got"
+            f" {sorted(state) if isinstance(state, Mapping) else type(state).__name__}. Pass what state_dict() gave"
+        )
+    return value

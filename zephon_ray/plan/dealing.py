@@ -1,0 +1,193 @@
+"""Dealing: which lane gets which piece of a source, and when the lane takes it.
+
+A source deals each piece to the lane that it has dealt the fewest pairs so far. What a lane was dealt before a piece
+is also what the lane has taken of that source when its turn comes, so the piece's virtual time is known here, and a
+lane's stream is its pieces sorted by (virtual time, source): see `docs/decisions/0002-mixing-is-a-sort.md`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+
+import numpy as np
+import numpy.typing as npt
+
+from zephon_ray.hashing import PHASE, key64
+from zephon_ray.plan.pieces import PIECE, CutPieces, Pieces
+from zephon_ray.plan.windows import Position
+
+I64 = npt.NDArray[np.int64]
+SHARE_BITS = 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceStart:
+    """Where every lane stands in one source: the contract's "State" of a source and of its lanes.
+
+    Args:
+        position: start of the oldest window that a lane stands in; window ordinals count from it.
+        dealt: int64 [lanes], pairs dealt before that window, less their minimum.
+        windows, indices: int64 [lanes], each lane's place.
+        counts: int64 [lanes], mixing counts, with all pairs of a piece partly used.
+    """
+
+    position: Position
+    dealt: I64
+    windows: I64
+    indices: I64
+    counts: I64
+
+
+def phases(*, seed: int, source: int, lanes: int, sequence_length: int) -> I64:
+    """Mixing counts at the beginning, int64 [lanes], each in [0, sequence_length)."""
+    return np.array([key64(seed, PHASE, source, lane) % sequence_length for lane in range(lanes)], np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Deal:
+    """What was dealt together: enough to say what had been dealt before each of its windows."""
+
+    first: int  # ordinal of its first window
+    positions: tuple[Position, ...]
+    before: I64
+    window: I64
+    lane: I64
+    pairs: I64
+
+
+class Dealer:
+    """Deals the windows of one source to all lanes, and keeps the pieces of some of them.
+
+    Args:
+        source: index in the recipe.
+        share: of 2^20.
+        keep: the lanes (a contiguous range) whose pieces `deal` returns.
+        start: where the lanes stand.
+        partial: bool [lanes], lanes in which the piece at the place is partly used.
+    """
+
+    def __init__(self, *, source: int, share: int, keep: range, start: SourceStart, partial: npt.NDArray[np.bool_]) -> None:
+        self.source, self.share = source, share
+        self.counts = start.counts.copy()
+        self.next_window = 0
+        self.end_times: I64 | None = None
+        self._keep, self._lanes = keep, len(start.dealt)
+        self._dealt = start.dealt.copy()
+        self._skip_windows, self._skip_indices, self._partial = start.windows, start.indices, partial.copy()
+        self._last_skip = int(start.windows.max())
+        self._heap = [int(d) * self._lanes + lane for lane, d in enumerate(self._dealt)]
+        heapify(self._heap)
+        self._deals: deque[_Deal] = deque()
+        self._after = start.position
+
+    @property
+    def ended(self) -> bool:
+        return self.end_times is not None
+
+    def horizon(self) -> I64:
+        """Virtual time at which each lane would take its next piece that is not dealt yet, int64 [lanes]; -1 if that is partly used."""
+        return np.where(self._partial, -1, (self.counts << SHARE_BITS) // self.share)
+
+    def end(self) -> None:
+        """No window is left."""
+        self.end_times = self.horizon()
+
+    def deal(self, cut: CutPieces, positions: Sequence[Position], after: Position, pool: int) -> Pieces:
+        """Deal the pieces of the next windows.
+
+        Args:
+            cut: their pieces, in order.
+            positions: the windows' starts.
+            after: the start of the window that follows them.
+            pool: number of the pool that the pieces' ids lie in.
+
+        Returns:
+            The kept lanes' pieces, sorted by (lane, order of dealing).
+        """
+        lane = self._choose_lanes(cut.pairs)
+        first = self.next_window
+        self.next_window += len(positions)
+        self._after = after
+        before = self._dealt.copy()
+        np.add.at(self._dealt, lane, cut.pairs)
+        self._deals.append(
+            _Deal(first=first, positions=tuple(positions), before=before, window=cut.window + first, lane=lane, pairs=cut.pairs)
+        )
+        order = np.argsort(lane, kind="stable")
+        return self._pieces(lane[order], cut.window[order] + first, cut.start[order], cut.pairs[order], pool)
+
+    def _choose_lanes(self, pairs: I64) -> I64:
+        """Lane of each piece: the one with the fewest pairs, the lowest among equals.
+
+        The heap holds dealt * lanes + lane, so one integer says both; dealing is the one step of the order that is
+        sequential by nature, and this is the leanest form of it that we measured.
+        """
+        heap = self._heap
+        tops = [heapreplace(heap, heap[0] + p) for p in (pairs * self._lanes).tolist()]
+        return np.array(tops, np.int64) % self._lanes
+
+    def _pieces(self, lane: I64, window: I64, start: I64, pairs: I64, pool: int) -> Pieces:
+        n = len(lane)
+        new_lane = np.ones(n, np.bool_)
+        new_lane[1:] = lane[1:] != lane[:-1]
+        new_run = new_lane.copy()  # a run is what one lane gets of one window
+        new_run[1:] |= window[1:] != window[:-1]
+        run_starts = np.flatnonzero(new_run)
+        index = np.arange(n) - np.repeat(run_starts, np.diff(np.append(run_starts, n)))
+        last = np.append(new_run[1:], True)[:n]
+
+        kept, resumed = self._after_places(lane, window, index, new_lane)
+        taken = np.where(kept & ~resumed, pairs, 0)  # a piece partly used is in the count already
+        total = np.cumsum(taken)
+        lane_starts = np.flatnonzero(new_lane)
+        before_lane = np.repeat((total - taken)[lane_starts], np.diff(np.append(lane_starts, n)))
+        after = self.counts[lane] + total - before_lane
+        times = ((after - taken) << SHARE_BITS) // self.share
+        np.add.at(self.counts, lane, taken)
+
+        pieces = np.empty(n, PIECE)
+        pieces["lane"], pieces["source"], pieces["pool"] = lane, self.source, pool
+        pieces["virtual_time"] = np.where(resumed, -1, times)  # it comes first whatever the virtual times say
+        pieces["start"], pieces["pairs"], pieces["window"], pieces["count"] = start, pairs, window, after
+        pieces["next_window"], pieces["next_index"] = np.where(last, window + 1, window), np.where(last, 0, index + 1)
+        pieces["begun"] = pieces["done"] = 0
+        mine = kept & (lane >= self._keep.start) & (lane < self._keep.stop)
+        return pieces if mine.all() else pieces[mine]
+
+    def _after_places(
+        self, lane: I64, window: I64, index: I64, new_lane: npt.NDArray[np.bool_]
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """Which pieces lie at or after their lane's place in the state, and which of these were partly used."""
+        kept = np.ones(len(lane), np.bool_)
+        resumed = np.zeros(len(lane), np.bool_)
+        if len(window) and window.min() <= self._last_skip:
+            at = self._skip_windows[lane]
+            kept = (window > at) | ((window == at) & (index >= self._skip_indices[lane]))
+        if self._partial.any():
+            rank = np.cumsum(kept)
+            lane_starts = np.flatnonzero(new_lane)
+            before = np.repeat((rank - kept)[lane_starts], np.diff(np.append(lane_starts, len(lane))))
+            resumed = kept & (rank - before == 1) & self._partial[lane]
+            self._partial[lane[resumed]] = False
+        return kept, resumed
+
+    def start_of(self, ordinal: int) -> tuple[Position, I64]:
+        """Start of a window that is not forgotten, and pairs dealt to each lane (int64 [lanes]) before it, less their minimum.
+
+        `ordinal` may be the next window, not dealt yet.
+        """
+        for deal in self._deals:
+            if ordinal < deal.first + len(deal.positions):
+                dealt = deal.before.copy()
+                earlier = deal.window < ordinal
+                np.add.at(dealt, deal.lane[earlier], deal.pairs[earlier])
+                return deal.positions[ordinal - deal.first], dealt - dealt.min()
+        return self._after, self._dealt - self._dealt.min()
+
+    def forget(self, ordinal: int) -> None:
+        """Windows before this one are never asked for again."""
+        while self._deals and self._deals[0].first + len(self._deals[0].positions) <= ordinal:
+            self._deals.popleft()

@@ -1,0 +1,157 @@
+"""Packing: a lane's pieces, in mixture order, laid out in rows.
+
+A lane's rows lie end to end on a line counted in pairs: row r is [r*T, (r+1)*T). A *segment* is a run of pairs of one
+piece inside one row. Every laid piece knows where on that line it is begun and where it is over: with `wrap` that is
+where its pairs lie, with `best_fit` the first and last edge of its fill's rows. So "begun by step t" and "wholly used
+by step t" are the same two comparisons for both, and a restored lane simply starts at a negative position.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from zephon_ray.plan.pieces import Pieces, join, within
+
+I64 = npt.NDArray[np.int64]
+
+PADDING = -1
+"""Number of the pool of a segment that is padding."""
+
+SEGMENT = np.dtype([("lane", np.int32), ("at", np.int64), ("pairs", np.int64), ("pool", np.int64), ("start", np.int64)])
+"""`pairs` pairs from `start` of a pool go to position `at` of the lane's line; positions count from 0 there."""
+
+Segments = npt.NDArray[Any]
+"""A structured array [n] of `SEGMENT`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Laid:
+    """Pieces laid out: `begun` and `done` are set, and their segments at positions >= 0."""
+
+    pieces: Pieces
+    segments: Segments
+
+
+def segments_of(lane: Any, at: Any, pairs: Any, pool: Any, start: Any) -> Segments:
+    """Columns as an array of `SEGMENT`."""
+    out = np.empty(len(at), SEGMENT)
+    out["lane"], out["at"], out["pairs"], out["pool"], out["start"] = lane, at, pairs, pool, start
+    return out
+
+
+def lay_wrap(pieces: Pieces, tails: I64, sequence_length: int) -> Laid:
+    """Lay pieces end to end behind each lane's tail, cut at the rows' edges.
+
+    Args:
+        pieces: sorted by (lane, mixture order); changed in place.
+        tails: int64 [lanes], where each lane's line ends; moved on. Lanes as numbered in `pieces`.
+    """
+    lane, pairs = pieces["lane"], pieces["pairs"]
+    total = np.cumsum(pairs)
+    first = np.searchsorted(lane, np.arange(len(tails) + 1))
+    edges = np.concatenate(([0], total))[first]
+    begun = tails[lane] + total - pairs - edges[lane]
+    done = begun + pairs
+    tails += np.diff(edges)
+    pieces["begun"], pieces["done"] = begun, done
+
+    row, last_row = begun // sequence_length, (done - 1) // sequence_length
+    times = last_row - row + 1
+    parts = pieces
+    if len(times) and times.max() > 1:
+        of = np.repeat(np.arange(len(times)), times)
+        row = row[of] + within(times)
+        parts, begun, done = pieces[of], begun[of], done[of]
+    at = np.maximum(begun, row * sequence_length)
+    end = np.minimum(done, (row + 1) * sequence_length)
+    segments = segments_of(parts["lane"], at, end - at, parts["pool"], parts["start"] + at - begun)
+    return Laid(pieces=pieces, segments=segments[at >= 0])
+
+
+def lay_padding(lanes: I64, tails: I64, end: int, sequence_length: int) -> Segments:
+    """Padding from each lane's tail (int64 [n], >= 0) up to `end`, a multiple of `sequence_length`, cut at the rows' edges."""
+    row = tails // sequence_length
+    times = np.maximum(end // sequence_length - row, 0)
+    of = np.repeat(np.arange(len(lanes)), times)
+    row = row[of] + within(times)
+    at = np.maximum(tails[of], row * sequence_length)
+    return segments_of(lanes[of], at, (row + 1) * sequence_length - at, PADDING, 0)
+
+
+def best_fit_rows(pairs: list[int], sequence_length: int) -> list[list[int]]:
+    """Pack one fill by best-fit decreasing (D. S. Johnson, 1973), with the contract's ties.
+
+    Args:
+        pairs: of each piece in order of arrival, each in [1, sequence_length].
+
+    Returns:
+        Rows in order of creation; each row's pieces (numbers into `pairs`) in order of arrival.
+    """
+    rows: list[list[int]] = []
+    rooms: list[int] = []  # of rows with room left, room * scale + row, ascending: the least room first, then the older row
+    scale = len(pairs) + 1
+    for piece in np.argsort(-np.array(pairs, np.int64), kind="stable").tolist():
+        need = pairs[piece]
+        at = bisect_left(rooms, need * scale)
+        if at < len(rooms):
+            room, row = divmod(rooms.pop(at), scale)
+            rows[row].append(piece)
+        else:
+            room, row = sequence_length, len(rows)
+            rows.append([piece])
+        if room > need:
+            insort(rooms, (room - need) * scale + row)
+    for members in rows:
+        members.sort()
+    return rows
+
+
+def lay_fills(pieces: Pieces, sizes: I64, tails: I64, sequence_length: int) -> Laid:
+    """Lay fills behind their lanes' tails.
+
+    Args:
+        pieces: fill after fill, each of one lane and in order of arrival; changed in place.
+        sizes: int64 [fills], pieces of each.
+        tails: int64 [lanes], multiples of `sequence_length`; moved on.
+    """
+    pairs = pieces["pairs"].tolist()
+    order: list[int] = []
+    members_of_rows: list[int] = []
+    starts, rows_of_fills = np.empty(len(sizes), np.int64), np.empty(len(sizes), np.int64)
+    first = 0
+    for fill, size in enumerate(sizes.tolist()):
+        rows = best_fit_rows(pairs[first : first + size], sequence_length)
+        for members in rows:
+            order += [first + i for i in members]
+            members_of_rows.append(len(members))
+        lane = pieces["lane"][first]
+        starts[fill], rows_of_fills[fill] = tails[lane], len(rows)
+        tails[lane] += len(rows) * sequence_length
+        first += size
+    pieces["begun"], pieces["done"] = np.repeat(starts, sizes), np.repeat(starts + rows_of_fills * sequence_length, sizes)
+    row_at = np.repeat(starts, rows_of_fills) + within(rows_of_fills) * sequence_length
+    return Laid(pieces=pieces, segments=_row_segments(pieces[order], row_at, np.array(members_of_rows, np.int64), sequence_length))
+
+
+def _row_segments(pieces: Pieces, row_at: I64, members: I64, sequence_length: int) -> Segments:
+    """Rows of whole pieces, padded at the end.
+
+    Args:
+        pieces: row after row.
+        row_at: int64 [rows], where on its lane's line each row begins.
+        members: int64 [rows], how many pieces are in it, at least 1.
+    """
+    firsts = np.cumsum(members) - members
+    used = np.add.reduceat(pieces["pairs"], firsts)
+    before = np.cumsum(pieces["pairs"]) - pieces["pairs"]
+    at = np.repeat(row_at - before[firsts], members) + before
+    real = segments_of(pieces["lane"], at, pieces["pairs"], pieces["pool"], pieces["start"])
+    short = np.flatnonzero(used < sequence_length)
+    rest = segments_of(pieces["lane"][firsts[short]], row_at[short] + used[short], sequence_length - used[short], PADDING, 0)
+    segments = join((real, rest))
+    return segments[segments["at"] >= 0]

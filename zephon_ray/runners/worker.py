@@ -1,0 +1,115 @@
+"""A worker: what makes units one after the other, in a thread or as a process of its own.
+
+`main` is the whole of a worker process. It ends when the process that started it closes the socket or dies, at once and
+even inside a unit: it holds nothing that is worth keeping.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import select
+import signal
+import socket
+import threading
+import traceback
+from dataclasses import dataclass, replace
+
+from zephon_ray.errors import RunnerError, ZephonError
+from zephon_ray.plan.windows import UnitTask
+from zephon_ray.runners.base import FailedUnit
+from zephon_ray.runners.wire import receive, send
+from zephon_ray.stages.tokenise import Options, UnitTokeniser
+from zephon_ray.stages.unit import TokenisedUnit
+
+SHELTERED = tuple(
+    signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if name in signal.Signals.__members__
+)
+"""Signals that schedulers and terminals send to all processes of a job. They are for the trainer, which may still need units to save."""
+_PARENT_CHECK_MS = 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Made:
+    """What a worker did for one task.
+
+    Args:
+        unit: the unit, or why there is none.
+        skipped_bytes: bytes decoded, but not tokenised, on the way to it.
+        retries: how often it was begun again.
+    """
+
+    unit: TokenisedUnit | FailedUnit
+    skipped_bytes: int
+    retries: int = 0
+
+
+def make(tokeniser: UnitTokeniser, task: UnitTask) -> Made:
+    """Make a unit. Whatever goes wrong belongs to the unit and is raised by whoever needs it."""
+    before = tokeniser.counters.skipped_bytes
+    unit: TokenisedUnit | FailedUnit
+    try:
+        unit = tokeniser.tokenise(task)
+    except Exception as error:  # noqa: BLE001  raised again where the unit is needed
+        source, epoch, group, number = task.key
+        unit = FailedUnit(source=source, epoch=epoch, group=group, unit=number, error=error)
+    return Made(unit=unit, skipped_bytes=tokeniser.counters.skipped_bytes - before)
+
+
+def main(fd: int, parent: int) -> None:
+    """Serve until the other end closes: first the options, then task after task.
+
+    Args:
+        fd: of the socket, inherited.
+        parent: id of the process at its other end.
+    """
+    for number in SHELTERED:
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable()
+    sock = socket.socket(fileno=fd)
+    threading.Thread(target=_end_with, args=(fd, parent), daemon=True).start()
+    try:
+        _serve(sock)
+    except (EOFError, ConnectionError):
+        # Nothing is left to be written or told.
+        os._exit(0)
+
+
+def _serve(sock: socket.socket) -> None:
+    options: Options = receive(sock)
+    try:
+        tokeniser = UnitTokeniser(options)
+    except Exception as error:  # noqa: BLE001  raised by the other end
+        send(sock, _portable(error))
+        return
+    send(sock, None)
+    while True:
+        made = make(tokeniser, receive(sock))
+        if isinstance(made.unit, FailedUnit):
+            made = replace(made, unit=replace(made.unit, error=_portable(made.unit.error)))
+        send(sock, made)
+
+
+def _end_with(fd: int, parent: int) -> None:
+    """End this process when the socket's other end is closed or the parent is dead.
+
+    A forked child of the parent may hold the other end too, so that one alone would not tell.
+    """
+    poll = select.poll()
+    poll.register(fd, 0)  # a hang-up is reported unasked
+    while not poll.poll(_PARENT_CHECK_MS) and os.getppid() == parent:
+        pass
+    os._exit(0)
+
+
+def _portable(error: Exception) -> Exception:
+    """An error that survives the way to another process, with the trace of one that nobody expected."""
+    trace = "".join(traceback.format_exception(error))
+    if not isinstance(error, ZephonError):
+        error.add_note(f"in a worker process:\n{trace}")
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301  our own
+    except Exception:  # noqa: BLE001  whatever its class does: the next line names the error itself
+        return RunnerError(f"a worker met an error that cannot be passed on as it is:\n{trace}")
+    return error

@@ -1,0 +1,273 @@
+"""Runs: a stream written down in a run's directory, gone on with, and verified.
+
+A run is made of steps; its directory holds what each of them was. Nothing here prints.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from zephon_ray.batches import GlobalBatch, fold
+from zephon_ray.collector import Recorded, prepare
+from zephon_ray.errors import ReplayError, RunDirectoryError, UserError
+from zephon_ray.hashing import digest128
+from zephon_ray.ledger import Ledger, LedgerLine, LedgerReader, differing_fields
+from zephon_ray.ledger.line import NO_CHAIN, describe
+from zephon_ray.loader import Stream
+from zephon_ray.recipe import Recipe
+from zephon_ray.recipe_fields import StorageSpec
+from zephon_ray.rundir import STATE_EVERY, RunDirectory
+from zephon_ray.runners.base import Job, RunnerStats
+from zephon_ray.state import Identity, StreamState, from_bytes, to_bytes
+from zephon_ray.storage import Storage
+
+OnStep = Callable[[GlobalBatch], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSummary:
+    """What `produce` did.
+
+    Args:
+        first_step: the first new step; `last_step + 1` where there was none to make.
+        last_step: the run's last step; 0 where it has none.
+        ended: the stream has no further step.
+        digest: of the last global batch, 32 hex digits ("" at step 0).
+        chain: 32 hex digits.
+        pairs: of each source, pairs begun since the run began.
+        made_pairs: of each source, by the new steps.
+        padding: padding pairs of the new steps.
+        seconds, cpu_seconds: wall clock, and CPU of this process and its workers.
+        stats: the runner's; None where nothing was to be made.
+    """
+
+    first_step: int
+    last_step: int
+    ended: bool
+    digest: str
+    chain: str
+    pairs: tuple[int, ...]
+    made_pairs: tuple[int, ...]
+    padding: int
+    seconds: float
+    cpu_seconds: float
+    stats: RunnerStats | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifySummary:
+    """What `verify` compared: steps first_step..last_step, `steps` of them equal, in `seconds`."""
+
+    first_step: int
+    last_step: int
+    steps: int
+    seconds: float
+
+
+def produce(
+    recipe: Recipe,
+    *,
+    steps: int,
+    out: str | None = None,
+    runner: str | None = None,
+    workers: int | None = None,
+    dp_size: int = 1,
+    on_step: OnStep | None = None,
+    stop: Callable[[], bool] | None = None,
+) -> RunSummary:
+    """Produce global batches up to and including step `steps`, and write them down.
+
+    Args:
+        steps: at least 0.
+        out: the run's directory (a path or URL); an existing one is continued. None writes nothing.
+        runner, workers: as `Stream` has them.
+        dp_size: for more than one, the rows of every rank are cut, hashed and folded again, and must give the batch's digest.
+        on_step: called with every new step, once it is in the ledger.
+        stop: asked after every step whether to end early.
+
+    Raises:
+        RecipeError, SourceError, StorageError, BadRecordError, DataChangedError, RunnerError: as `Stream`.
+        RunDirectoryError: `out` belongs to another run or another writer.
+        ReplayError: a step that is made again differs from the ledger, or a rank's rows from the batch.
+    """
+    recipe.check_dp(0, dp_size)
+    if steps < 0:
+        raise UserError(f"steps={steps}: must be 0 or more")
+    began, cpu = time.monotonic(), _cpu_seconds()
+    prepared = prepare(recipe)
+    writer = None if out is None else _Writer.open(recipe, out, prepared)
+    last = writer.ledger.last if writer else None
+    done = last.step if last else 0
+    first_pairs = last.pairs if last else (0,) * len(recipe.sources)
+    padding, ended, stats = 0, False, None
+    try:
+        if done < steps:
+            state, recorded = writer.resume() if writer else (None, None)
+            stream = Stream(recipe, runner=runner, workers=workers, state=state, recorded=recorded, prepared=prepared)
+            try:
+                while stream.state.step < steps and not (stop and stop()):
+                    batch = stream.next_batch()
+                    if batch is None:
+                        ended = True
+                        break
+                    _check_ranks(batch, dp_size)
+                    new = writer.write(batch) if writer else True
+                    if new:
+                        last, padding = batch.ledger_line, padding + batch.padding
+                        if on_step:
+                            on_step(batch)
+                stats = stream.stats()
+            finally:
+                if writer:
+                    writer.save()
+                stream.close()
+    finally:
+        if writer:
+            writer.ledger.close()
+    if writer:
+        writer.directory.audit("stopped", step=last.step if last else 0, ended=ended)
+    pairs = last.pairs if last else first_pairs
+    return RunSummary(
+        first_step=done + 1,
+        last_step=last.step if last else 0,
+        ended=ended,
+        digest=last.digest if last else "",
+        chain=last.chain if last else NO_CHAIN,
+        pairs=pairs,
+        made_pairs=tuple(now - before for now, before in zip(pairs, first_pairs, strict=True)),
+        padding=padding,
+        seconds=time.monotonic() - began,
+        cpu_seconds=_cpu_seconds() - cpu,
+        stats=stats,
+    )
+
+
+def _cpu_seconds() -> float:
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(u.ru_utime + u.ru_stime for u in usages)
+
+
+def _check_ranks(batch: GlobalBatch, dp_size: int) -> None:
+    """Fold the digest again from the arrays that the ranks are given."""
+    if dp_size == 1:
+        return
+    digests = []
+    for rank in range(dp_size):
+        part = batch.of_rank(rank, dp_size)
+        columns = zip(part.inputs.view(np.int32), part.labels, part.positions, strict=True)
+        digests += [digest128(np.concatenate(row)) for row in columns]
+    if fold(batch.step, bytes(16), digests)[0] != batch.digest:
+        raise ReplayError(f"step {batch.step}: the rows of {dp_size} ranks, joined, do not give the digest of the global batch")
+
+
+class _Writer:
+    """Writes steps into a run's directory: ledger lines, and a state now and then."""
+
+    def __init__(self, directory: RunDirectory, ledger: Ledger, identity: Identity, sources: int) -> None:
+        self.directory, self.ledger, self._identity, self._sources = directory, ledger, identity, sources
+        self._latest: StreamState | None = None
+
+    @classmethod
+    def open(cls, recipe: Recipe, out: str, prepared: tuple[Job, Identity]) -> _Writer:
+        job, identity = prepared
+        storage = Storage(recipe.execution.storage)
+        directory = RunDirectory.create_or_open(storage, out, recipe, identity.fingerprint, identity.fields, job.manifests)
+        return cls(directory, directory.open_ledger(), identity, len(recipe.sources))
+
+    def resume(self) -> tuple[bytes | None, Recorded | None]:
+        """The newest state that the ledger reaches, and the digests of the windows that going on from it reads again."""
+        end = self.ledger.last.step if self.ledger.last else 0
+        found = self.directory.states.nearest(end, lambda data: from_bytes(data, self._identity))
+        if found is None:
+            if end:
+                self.directory.audit("resumed", step=0)
+            return None, self._recorded(None)
+        self.directory.audit("resumed", step=found[0])
+        return found[1], self._recorded(from_bytes(found[1], self._identity))
+
+    def _recorded(self, state: StreamState | None) -> Recorded:
+        return recorded_since(self.ledger, state, self._sources)
+
+    def write(self, batch: GlobalBatch) -> bool:
+        """Put a step into the ledger; False where it was there already, and equal."""
+        new = self.ledger.append(batch.ledger_line)
+        self._latest = batch.state
+        if batch.step % STATE_EVERY == 0:
+            self.save()
+        return new
+
+    def save(self) -> None:
+        """Save the state after the last step that was written, behind the ledger lines that lead to it."""
+        if self._latest is None:
+            return
+        self.ledger.flush()
+        self.directory.states.save(self._latest.step, to_bytes(self._latest, self._identity))
+        self._latest = None
+
+
+def recorded_since(ledger: LedgerReader, state: StreamState | None, sources: int) -> Recorded:
+    """What a ledger holds of the windows that are read again when going on from a state (None: from the beginning)."""
+    if state is None:
+        return ledger.unit_digests({source: (0, 0) for source in range(sources)})
+    positions = [source.position for source in state.lanes.sources]
+    return ledger.unit_digests({source: (p.epoch, p.window) for source, p in enumerate(positions)})
+
+
+def verify(
+    out: str,
+    *,
+    recipe: Recipe | None = None,
+    first: int | None = None,
+    last: int | None = None,
+    runner: str | None = None,
+    workers: int | None = None,
+    on_step: OnStep | None = None,
+) -> VerifySummary:
+    """Make steps first..last again, from the nearest state, and compare every field of their ledger lines.
+
+    Args:
+        out: the run's directory; nothing in it is changed.
+        recipe: the run's, where its data or tokenizer have moved since; None for the one in the directory.
+        first, last: 1 <= first <= last; None for the ledger's first and last step.
+
+    Raises:
+        RunDirectoryError: `out` is no run's directory, is damaged, or does not hold the steps.
+        StateError: recipe, tokenizer or data are not the run's.
+        ReplayError, DataChangedError: a step, or the text of a unit, is not what the ledger says.
+    """
+    began = time.monotonic()
+    directory = RunDirectory.open(Storage(StorageSpec() if recipe is None else recipe.execution.storage), out)
+    recipe = recipe or directory.lock.recipe
+    job, identity = prepare(recipe)
+    directory.check_same_run(identity.fingerprint, identity.fields, job.manifests)
+    ledger = directory.read_ledger()
+    end = ledger.last.step if ledger.last else 0
+    first, last = 1 if first is None else first, end if last is None else last
+    if not (1 <= first <= last <= end):
+        raise RunDirectoryError(f"{out}: steps {first}:{last} cannot be verified; the ledger holds 1:{end}. Ask for some of these")
+    found = directory.states.nearest(first - 1, lambda data: from_bytes(data, identity))
+    state = from_bytes(found[1], identity) if found else None
+    recorded = recorded_since(ledger, state, len(recipe.sources))
+    stream = Stream(
+        recipe, runner=runner, workers=workers, state=found[1] if found else None, recorded=recorded, prepared=(job, identity)
+    )
+    try:
+        for line in ledger.lines(stream.state.step + 1, last):
+            _compare(line, stream.next_batch(), on_step)
+    finally:
+        stream.close()
+    return VerifySummary(first_step=first, last_step=last, steps=last - first + 1, seconds=time.monotonic() - began)
+
+
+def _compare(line: LedgerLine, batch: GlobalBatch | None, on_step: OnStep | None) -> None:
+    if batch is None:
+        raise ReplayError(f"step {line.step}: the ledger holds it, and the stream made again has ended before it")
+    if differing := differing_fields(line, batch.ledger_line):
+        raise ReplayError(f"step {line.step} differs: {describe(differing, 'recorded', 'made now')}")
+    if on_step:
+        on_step(batch)

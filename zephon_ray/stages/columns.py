@@ -1,0 +1,172 @@
+"""Columns: the text column of a Parquet row group or an Arrow record batch, cut into units of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from zephon_ray.shards import units_of
+from zephon_ray.stages.texts import LeftOut
+from zephon_ray.text_column import TextColumn
+
+_BATCH_ROWS = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowBlock:
+    """The rows of one unit.
+
+    Args:
+        values: the column's values there: text or bytes in any of Arrow's layouts, dictionary or null.
+        within: what rows are counted from, for messages: nothing for the shard, or "record batch 3, ".
+        row: number of the first one, from 0.
+        last: the unit is the group's last.
+    """
+
+    values: list[pa.Array]
+    within: str = ""
+    row: int
+    last: bool
+
+
+def row_cuts(rows: int, units: int) -> list[int]:
+    """Where the units of a group begin, and where the last one ends: `units + 1` row numbers."""
+    return [unit * rows // units for unit in range(units + 1)]
+
+
+def parquet_units(file: pq.ParquetFile, column: TextColumn, row_group: int, units: int) -> Generator[RowBlock, None, None]:
+    """The units of a row group, decoded batch by batch: the group is never held whole unless it is one unit.
+
+    Only the text column is read.
+
+    Args:
+        file: open, with a buffer where the group is to be streamed.
+        column: the text column.
+        row_group: number of the row group.
+        units: how many units it has.
+    """
+    rows = file.metadata.row_group(row_group).num_rows
+    first = sum(file.metadata.row_group(g).num_rows for g in range(row_group))
+    cuts = row_cuts(rows, units)
+    batch_rows = min(max(-(-rows // units), 1), _BATCH_ROWS)
+    batches = file.iter_batches(batch_size=batch_rows, row_groups=[row_group], columns=[".".join(column.path)], use_threads=False)
+    rest: list[pa.Array] = []
+    held = 0
+    for unit in range(units):
+        wanted = cuts[unit + 1] - cuts[unit]
+        while held < wanted:
+            batch = next(batches, None)
+            if batch is None:
+                raise pa.ArrowInvalid(f"row group {row_group} ends before its {rows} rows")
+            rest.append(column.of(batch))
+            held += len(rest[-1])
+        taken, rest = _split(rest, wanted)
+        held -= wanted
+        yield RowBlock(values=taken, row=first + cuts[unit], last=unit == units - 1)
+
+
+def _split(arrays: list[pa.Array], rows: int) -> tuple[list[pa.Array], list[pa.Array]]:
+    """The first `rows` values of some arrays, and the others."""
+    taken: list[pa.Array] = []
+    for i, array in enumerate(arrays):
+        if len(array) > rows:
+            return [*taken, array.slice(0, rows)], [array.slice(rows), *arrays[i + 1 :]]
+        taken.append(array)
+        rows -= len(array)
+    return taken, []
+
+
+def arrow_units(values: pa.Array, unit_bytes: int, ordinal: int) -> Iterator[RowBlock]:
+    """The units of a record batch.
+
+    Args:
+        values: its text column.
+        unit_bytes: size of a unit, >= 1.
+        ordinal: number of the record batch. How many rows lie before it is known only when those batches are read.
+    """
+    units = units_of(int(value_sizes(values).sum()), unit_bytes)
+    cuts = row_cuts(len(values), units)
+    for unit in range(units):
+        rows = values.slice(cuts[unit], cuts[unit + 1] - cuts[unit])
+        yield RowBlock(values=[rows], within=f"record batch {ordinal}, ", row=cuts[unit], last=unit == units - 1)
+
+
+def value_sizes(values: pa.Array) -> npt.NDArray[np.int64]:
+    """Bytes of each value, 0 for null, without making the values: int64 [rows]."""
+    kind = values.type
+    if pa.types.is_null(kind):
+        return np.zeros(len(values), np.int64)
+    if pa.types.is_dictionary(kind):
+        words = value_sizes(values.dictionary)
+        indices = values.indices.cast(pa.int64())
+        valid = np.asarray(indices.is_valid(), np.bool_)
+        found = words[np.asarray(indices.fill_null(0), np.int64)] if len(words) else np.zeros(len(values), np.int64)
+        return np.where(valid, found, 0)
+    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+        # A view is 16 bytes, of which the first four are the length; pyarrow has no kernel for it.
+        views = np.frombuffer(values.buffers()[1], "<i4").reshape(-1, 4) if len(values) else np.zeros((0, 4), np.int32)
+        sizes = views[values.offset : values.offset + len(values), 0].astype(np.int64)
+        return np.where(np.asarray(values.is_valid(), np.bool_), sizes, 0)
+    return np.asarray(pc.fill_null(pc.binary_length(values), 0), np.int64)
+
+
+def texts_of_rows(block: RowBlock, max_bytes: int, left_out: LeftOut) -> list[str]:
+    """The texts of a unit's rows, in file order.
+
+    Args:
+        block: the rows.
+        max_bytes: longest value; a longer one is a bad record.
+        left_out: takes what is left out.
+
+    Raises:
+        BadUnitError: a bad record, where `left_out` says that it ends the unit.
+    """
+    texts: list[str] = []
+    at = 0
+    for values in block.values:
+        sizes = value_sizes(values)
+        raw = values.cast(pa.large_binary())
+        strings = _decoded(raw) if not len(sizes) or sizes.max() <= max_bytes else None
+        if strings is None:
+            _with_care(raw, sizes, block, at, max_bytes, left_out, texts)
+        else:
+            kept = [text for text in strings if text]
+            left_out.empty += len(values) - len(kept)
+            texts += kept
+        at += len(values)
+    return texts
+
+
+def _decoded(raw: pa.Array) -> list[str | None] | None:
+    """All values as text; None where one is not valid UTF-8."""
+    try:
+        # The cast checks; the way through numpy makes the strings several times faster than to_pylist.
+        strings: list[str | None] = raw.cast(pa.large_string()).to_numpy(zero_copy_only=False).tolist()
+    except pa.ArrowInvalid:
+        return None
+    return strings
+
+
+def _with_care(
+    raw: pa.Array, sizes: npt.NDArray[np.int64], block: RowBlock, at: int, max_bytes: int, left_out: LeftOut, texts: list[str]
+) -> None:
+    """The same value by value, where one of them is bad; `at` values of the block lie before them."""
+    for i, size in enumerate(sizes.tolist()):
+        place = f"{block.within}row {block.row + at + i}"
+        if size > max_bytes:
+            left_out.bad_record(place, f"{size} bytes, longer than max_document_bytes={max_bytes}")
+            continue
+        value = raw[i].as_py()
+        if not value:
+            left_out.empty += 1
+            continue
+        try:
+            texts.append(value.decode())
+        except UnicodeDecodeError as error:
+            left_out.bad_record(place, f"not valid UTF-8: byte 0x{value[error.start]:02x} at {error.start} of the value")

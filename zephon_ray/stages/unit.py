@@ -1,0 +1,104 @@
+"""A unit after it was read and tokenised (before, it is a `plan.windows.UnitTask`).
+
+It is the unit of retry, of the token cache and of audit. Nothing here reads or tokenises.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from zephon_ray.plan.windows import UnitKey, UnitTask
+
+__all__ = ["SCHEMA", "TokenisedUnit", "UnitKey", "UnitTask"]
+
+SCHEMA = pa.schema(
+    [
+        pa.field("source", pa.int32(), nullable=False),
+        pa.field("epoch", pa.int64(), nullable=False),
+        pa.field("group", pa.int64(), nullable=False),
+        pa.field("unit", pa.int64(), nullable=False),
+        pa.field("last", pa.bool_(), nullable=False),
+        pa.field("ids", pa.large_list(pa.field("item", pa.uint32(), nullable=False)), nullable=False),
+        pa.field("offsets", pa.large_list(pa.field("item", pa.int64(), nullable=False)), nullable=False),
+        pa.field("digest", pa.uint64(), nullable=False),
+        pa.field("text_bytes", pa.int64(), nullable=False),
+        pa.field("bad", pa.int64(), nullable=False),
+        pa.field("empty", pa.int64(), nullable=False),
+        pa.field("short", pa.int64(), nullable=False),
+        pa.field("bad_examples", pa.list_(pa.string()), nullable=False),
+        pa.field("error", pa.string()),
+    ]
+)
+"""The columns of a tokenised unit as one row of Arrow."""
+
+_SCALARS = ("source", "epoch", "group", "unit", "last", "digest", "text_bytes", "bad", "empty", "short", "error")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TokenisedUnit:
+    """The documents of one unit as ids, and what was left out.
+
+    Args:
+        source: index of the source in the recipe.
+        epoch: from 0.
+        group: number of the group within its source.
+        unit: number of the unit within its group.
+        last: this is the group's last unit.
+        ids: uint32 [n], the documents' ids end to end, bos and eos included.
+        offsets: int64 [documents + 1]; document d is `ids[offsets[d]:offsets[d + 1]]`.
+        digest: 64-bit digest of the texts that are neither bad nor empty (see `stages.texts.digest_texts`).
+        text_bytes: UTF-8 bytes of those texts.
+        bad: bad records left out.
+        empty: records left out for an empty or null text.
+        short: documents left out for having fewer than two ids.
+        bad_examples: where the first three bad records are, and what is wrong with them.
+        error: set where `on_bad_record: fail` met a bad record; there are no ids then.
+    """
+
+    source: int
+    epoch: int
+    group: int
+    unit: int
+    last: bool
+    ids: npt.NDArray[np.uint32]
+    offsets: npt.NDArray[np.int64]
+    digest: int
+    text_bytes: int
+    bad: int
+    empty: int
+    short: int
+    bad_examples: tuple[str, ...]
+    error: str | None
+
+    @property
+    def key(self) -> UnitKey:
+        return self.source, self.epoch, self.group, self.unit
+
+    @property
+    def documents(self) -> int:
+        return len(self.offsets) - 1
+
+    def to_arrow(self) -> pa.RecordBatch:
+        """One row in `SCHEMA`. The buffers of ids and offsets are shared, not copied."""
+        values: dict[str, Any] = {name: pa.array([getattr(self, name)], SCHEMA.field(name).type) for name in _SCALARS}
+        values["bad_examples"] = pa.array([list(self.bad_examples)], SCHEMA.field("bad_examples").type)
+        for name, array in (("ids", self.ids), ("offsets", self.offsets)):
+            row = pa.array([0, len(array)], pa.int64())
+            values[name] = pa.LargeListArray.from_arrays(row, pa.array(array), type=SCHEMA.field(name).type)
+        return pa.RecordBatch.from_arrays([values[name] for name in SCHEMA.names], schema=SCHEMA)
+
+    @staticmethod
+    def from_arrow(batch: pa.RecordBatch, row: int = 0) -> TokenisedUnit:
+        """A unit from a row in `SCHEMA`; ids and offsets are read-only views of the batch's buffers."""
+        scalars = {name: batch.column(name)[row].as_py() for name in _SCALARS}
+        return TokenisedUnit(
+            **scalars,
+            ids=batch.column("ids")[row].values.to_numpy(zero_copy_only=True),
+            offsets=batch.column("offsets")[row].values.to_numpy(zero_copy_only=True),
+            bad_examples=tuple(batch.column("bad_examples")[row].as_py()),
+        )

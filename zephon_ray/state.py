@@ -1,0 +1,207 @@
+"""The state of a stream after a step: everything that a restore needs, in canonical JSON with a checksum.
+
+    {"checksum": sha256 of the canonical JSON of "state", "state": {...}}
+
+It holds integers and hashes only, never token data, is equal for every rank, and does not depend on what was read
+ahead. About 27 bytes a lane and source, 6 a slot (equal neighbours are counted once), 4 a recipe field.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from zephon_ray.errors import StateError
+from zephon_ray.hashing import canonical_json, sha256_hex
+from zephon_ray.lanes import LanesState
+from zephon_ray.plan.dealing import SourceStart
+from zephon_ray.plan.windows import Position
+
+CONTRACT = 1
+"""Version of the determinism contract that this package executes."""
+
+FORMAT = 1
+"""Version of the layout of the bytes."""
+
+_FIELD_BYTES = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Identity:
+    """What a state belongs to.
+
+    Args:
+        fingerprint: 64 hex digits.
+        fields: each identity field's path -> its value; fields of sources come last.
+    """
+
+    fingerprint: str
+    fields: Mapping[str, Any]
+
+    def field_digests(self) -> str:
+        """Three bytes of sha256 a field, base64: enough to name the fields that differ, while the fingerprint decides."""
+        digests = (hashlib.sha256(canonical_json(v)).digest()[:_FIELD_BYTES] for v in self.fields.values())
+        return base64.b64encode(b"".join(digests)).decode()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamState:
+    """A stream after `step` (0: before the first).
+
+    Args:
+        chain: 16 bytes, all zero at step 0.
+    """
+
+    step: int
+    chain: bytes
+    lanes: LanesState
+
+
+def to_bytes(state: StreamState, identity: Identity) -> bytes:
+    """The state as bytes; equal states give equal bytes."""
+    body = {
+        "chain": state.chain.hex(),
+        "contract": CONTRACT,
+        "fields": identity.field_digests(),
+        "fingerprint": identity.fingerprint,
+        "format": FORMAT,
+        "open_source": state.lanes.open_source.tolist(),
+        "open_used": state.lanes.open_used.tolist(),
+        "sources": [_source_json(s) for s in state.lanes.sources],
+        "step": state.step,
+    }
+    return canonical_json({"checksum": sha256_hex(canonical_json(body)), "state": body})
+
+
+def _source_json(source: SourceStart) -> dict[str, Any]:
+    runs = [(len(list(same)), *place) for place, same in groupby(source.position.places)]
+    return {
+        "counts": source.counts.tolist(),
+        "dealt": source.dealt.tolist(),
+        "epoch": source.position.epoch,
+        "indices": source.indices.tolist(),
+        "slots": [number for run in runs for number in run],
+        "window": source.position.window,
+        "windows": source.windows.tolist(),
+    }
+
+
+def step_of(data: bytes) -> int:
+    """The step that a state was saved after.
+
+    Raises:
+        StateError: as `from_bytes`.
+    """
+    return _number(_open(data).get("step"), "step")
+
+
+def from_bytes(data: bytes, identity: Identity) -> StreamState:
+    """Read a state and check that it belongs to this run.
+
+    Raises:
+        StateError: the bytes are damaged, of another version, or of a run with another recipe, tokenizer or data
+            (every field that differs is named).
+    """
+    body = _open(data)
+    _check_identity(body, identity)
+    lanes = int(identity.fields["lanes"])
+    sources = body.get("sources")
+    if not isinstance(sources, list):
+        raise StateError(_damaged("sources"))
+    try:
+        chain = bytes.fromhex(body["chain"])
+    except (KeyError, TypeError, ValueError) as e:
+        raise StateError(_damaged("chain")) from e
+    return StreamState(
+        step=_number(body.get("step"), "step"),
+        chain=chain,
+        lanes=LanesState(
+            sources=tuple(_source_from(s, f"sources[{i}]", lanes) for i, s in enumerate(sources)),
+            open_source=_numbers(body.get("open_source"), "open_source", lanes, least=-1),
+            open_used=_numbers(body.get("open_used"), "open_used", lanes),
+        ),
+    )
+
+
+def _source_from(value: Any, path: str, lanes: int) -> SourceStart:
+    if not isinstance(value, dict):
+        raise StateError(_damaged(path))
+    flat = value.get("slots")
+    runs = _numbers(flat, f"{path}.slots", len(flat) // 3 * 3 if isinstance(flat, list) else 0).reshape(-1, 3).tolist()
+    return SourceStart(
+        position=Position(
+            epoch=_number(value.get("epoch"), f"{path}.epoch"),
+            window=_number(value.get("window"), f"{path}.window"),
+            places=tuple((ordinal, unit) for n, ordinal, unit in runs for _ in range(n)),
+        ),
+        dealt=_numbers(value.get("dealt"), f"{path}.dealt", lanes),
+        windows=_numbers(value.get("windows"), f"{path}.windows", lanes),
+        indices=_numbers(value.get("indices"), f"{path}.indices", lanes),
+        counts=_numbers(value.get("counts"), f"{path}.counts", lanes),
+    )
+
+
+def _open(data: bytes) -> dict[str, Any]:
+    """The inner part, once versions and checksum are found right."""
+    try:
+        outer = json.loads(bytes(data).decode())
+        body, checksum = outer["state"], outer["checksum"]
+        intact = isinstance(body, dict) and sha256_hex(canonical_json(body)) == checksum
+    except (TypeError, ValueError, KeyError, RecursionError) as e:
+        raise StateError(f"the state is damaged: {len(data)} bytes that are no state of zephon_ray ({e}). Use an older checkpoint") from e
+    if not intact:
+        raise StateError("the state is damaged: its checksum does not fit its content. Use an older checkpoint")
+    found = (body.get("contract"), body.get("format"))
+    if found != (CONTRACT, FORMAT):
+        raise StateError(
+            f"the state is of contract {found[0]}, format {found[1]}; this version of zephon_ray reads contract {CONTRACT}, format {FORMAT}."
+            " Resume with the version that saved it"
+        )
+    return body
+
+
+def _check_identity(body: dict[str, Any], identity: Identity) -> None:
+    if body.get("fingerprint") == identity.fingerprint:
+        return
+    then = base64.b64decode(str(body.get("fields", "")))
+    now = base64.b64decode(identity.field_digests())
+    names = list(identity.fields)
+    size = _FIELD_BYTES
+    differ = [n for i, n in enumerate(names) if then[i * size : i * size + size] != now[i * size : i * size + size]]
+    if len(then) != len(now):
+        count = f"sources (now {_sources_in(names)} of them, {len(body.get('sources', []))} in the state)"
+        differ = [*(n for n in differ if not n.startswith("sources[")), count]
+    values = identity.fields
+    told = "; ".join(f"{n} (now {values[n]!r})" if n in values else n for n in differ) or "none that can be named"
+    raise StateError(
+        f"the state belongs to another run. Fields that differ: {told}."
+        " Resume with the recipe, tokenizer and data that it was saved with, or start a new run"
+    )
+
+
+def _sources_in(names: list[str]) -> int:
+    return len({n.split(".")[0] for n in names if n.startswith("sources[")})
+
+
+def _damaged(path: str) -> str:
+    return f"the state is damaged: {path} is missing or no such value as it should be. Use an older checkpoint"
+
+
+def _number(value: Any, path: str) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise StateError(_damaged(path))
+    return value
+
+
+def _numbers(value: Any, path: str, n: int, least: int = 0) -> npt.NDArray[np.int64]:
+    if not isinstance(value, list) or len(value) != n or not all(type(x) is int and least <= x < 1 << 62 for x in value):
+        raise StateError(_damaged(path))
+    return np.array(value, np.int64)

@@ -1,0 +1,229 @@
+"""Supply: the tokenised units of one source, put in order of windows again.
+
+It takes units as they come, keyed, and gives whole windows. The units of a source that is small enough are kept, so
+that its later epochs read and tokenise nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from zephon_ray.errors import BadRecordError, DataChangedError, SourceError
+from zephon_ray.lanes import FedWindows
+from zephon_ray.ledger.line import WindowUse
+from zephon_ray.manifest import SourceManifest
+from zephon_ray.plan.pieces import UnitShape
+from zephon_ray.plan.windows import Position, SourceCursor, UnitKey, UnitTask
+from zephon_ray.recipe import Recipe
+from zephon_ray.runners.base import FailedUnit
+from zephon_ray.stages.unit import TokenisedUnit
+
+UnitDigests = Mapping[tuple[int, int], int]
+"""(group, unit) -> 64-bit digest of its text."""
+
+
+LeftOut = tuple[int, int, int]
+"""Counts of bad records, empty texts and documents of fewer than two ids."""
+
+
+class Memory:
+    """Bytes of ids that all small sources of a stream may keep together."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.left = limit_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Window:
+    position: Position
+    tasks: Sequence[UnitTask]
+    units: Sequence[TokenisedUnit]
+
+
+class SourceSupply:
+    """Windows of one source, from a position on.
+
+    Args:
+        recipe: gives order, epochs, and what to do with bad records.
+        manifest: the source's.
+        position: of the first window.
+        memory: shared with the other sources.
+        recorded: what the ledger holds of windows that are read again: (epoch, window) -> the digests of its units.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        manifest: SourceManifest,
+        position: Position,
+        memory: Memory,
+        recorded: Mapping[tuple[int, int], UnitDigests],
+    ) -> None:
+        self.source, self.name = manifest.source, manifest.name
+        self.fed = 0
+        self.pairs = 0
+        self._manifest, self._recorded = manifest, recorded
+        self._cursor = SourceCursor(recipe, manifest, position)
+        self._max_bad = recipe.sources[self.source].max_bad_records
+        self._arrived: dict[UnitKey, TokenisedUnit | FailedUnit] = {}
+        self._tasks: list[UnitTask] | None = None
+        self._memory, self._kept, self._kept_bytes = memory, dict[tuple[int, int], TokenisedUnit](), 0
+        self._keeps = True
+        self.remembered = False
+        self._epoch_pairs, self._epoch_bad, self._whole_epoch = 0, 0, position.window == 0
+        self._unused: deque[tuple[int, WindowUse, LeftOut]] = deque()
+        self._next_ordinal, self._used_before = 0, -1
+        if not manifest.num_groups:
+            raise SourceError(f"source {self.name!r}: none of its {len(manifest.shards)} shards holds a record")
+
+    @property
+    def done(self) -> bool:
+        """No window is left."""
+        return self._cursor.done
+
+    @property
+    def mean_pairs(self) -> int:
+        """Pairs a window so far, at least 1."""
+        return max(1, self.pairs // max(1, self.fed))
+
+    def put(self, unit: TokenisedUnit | FailedUnit) -> None:
+        """Take a unit in; windows may need it now, later, or never."""
+        if not self.remembered:
+            self._arrived[unit.source, unit.epoch, unit.group, unit.unit] = unit
+
+    def next_windows(self, pairs: int, most: int) -> FedWindows | None:
+        """The next windows that are whole, until they hold `pairs` pairs or are `most`; None where not even one is.
+
+        Raises:
+            BadRecordError, SourceError, DataChangedError, StorageError: a unit of the next window cannot be used.
+        """
+        windows: list[_Window] = []
+        got = 0
+        while got < pairs and len(windows) < most and not self.done:
+            window = self._next_window()
+            if window is None:
+                break
+            windows.append(window)
+            got += self._account(window)
+        if not windows:
+            return None
+        self.fed += len(windows)
+        self.pairs += got
+        return self._joined(windows)
+
+    def _next_window(self) -> _Window | None:
+        if self._tasks is None:
+            self._tasks = self._cursor.tasks()
+        tasks = self._tasks
+        if self.remembered:
+            units = [self._kept[t.group.group, t.unit] for t in tasks]
+        else:
+            if any(t.key not in self._arrived for t in tasks):
+                return None
+            units = [self._usable(t, self._arrived.pop(t.key)) for t in tasks]
+            self._keep(units)
+        position = self._cursor.position
+        self._cursor.advance([u.last for u in units])
+        self._tasks = None
+        return _Window(position=position, tasks=tasks, units=units)
+
+    def _usable(self, task: UnitTask, unit: TokenisedUnit | FailedUnit) -> TokenisedUnit:
+        if isinstance(unit, FailedUnit):
+            raise unit.error
+        if unit.error is not None:
+            raise BadRecordError(unit.error)
+        recorded = self._recorded.get((task.epoch, self._cursor.window), {}).get((unit.group, unit.unit))
+        if recorded is not None and recorded != unit.digest:
+            raise DataChangedError(
+                f"{task.group.where}: the text of its group {task.group.ordinal}, unit {unit.unit}, is not what it was when the run first"
+                f" read it (digest {unit.digest:016x}, recorded {recorded:016x}). Restore the file, or start a new run"
+            )
+        return unit
+
+    def _keep(self, units: Sequence[TokenisedUnit]) -> None:
+        """Remember units while the source may turn out to be small."""
+        if not self._keeps:
+            return
+        for unit in units:
+            key, size = (unit.group, unit.unit), unit.ids.nbytes + unit.offsets.nbytes
+            if key in self._kept:
+                continue
+            if size > self._memory.left:
+                self._memory.left += self._kept_bytes
+                self._kept, self._kept_bytes, self._keeps = {}, 0, False
+                return
+            self._kept[key] = unit
+            self._kept_bytes += size
+            self._memory.left -= size
+
+    def _account(self, window: _Window) -> int:
+        """Count a window's records; returns its pairs."""
+        pairs = sum(len(u.ids) - u.documents for u in window.units)
+        self._epoch_pairs += pairs
+        self._epoch_bad += sum(u.bad for u in window.units)
+        if self._max_bad is not None and self._epoch_bad > self._max_bad:
+            examples = "; ".join(x for u in window.units for x in u.bad_examples)
+            raise BadRecordError(
+                f"source {self.name!r}: {self._epoch_bad} bad records in epoch {window.position.epoch}, more than max_bad_records="
+                f"{self._max_bad}. Mend the data, or raise the limit. The last ones: {examples}"
+            )
+        if self._next_ordinal > self._used_before:
+            use = WindowUse(
+                epoch=window.position.epoch,
+                window=window.position.window,
+                units=tuple((u.group, u.unit, u.digest) for u in window.units),
+            )
+            left_out = (sum(u.bad for u in window.units), sum(u.empty for u in window.units), sum(u.short for u in window.units))
+            self._unused.append((self._next_ordinal, use, left_out))
+        self._next_ordinal += 1
+        if self._cursor.epoch != window.position.epoch:
+            self._end_epoch(window.position.epoch)
+        return pairs
+
+    def _end_epoch(self, epoch: int) -> None:
+        if self._whole_epoch and not self._epoch_pairs:
+            raise SourceError(
+                f"source {self.name!r}: its {len(self._manifest.shards)} shards hold no document of at least two tokens."
+                " Look at text_field, or leave the source out"
+            )
+        self._epoch_pairs = self._epoch_bad = 0
+        if self._whole_epoch and self._keeps:
+            self.remembered = True
+            self._arrived.clear()
+        self._whole_epoch = True
+
+    def _joined(self, windows: Sequence[_Window]) -> FedWindows:
+        shapes, ids, at = [], [], 0
+        for number, window in enumerate(windows):
+            for unit in window.units:
+                shapes.append(
+                    UnitShape(
+                        window=number, epoch=window.position.epoch, group=unit.group, unit=unit.unit, offsets=unit.offsets + at
+                    )
+                )
+                ids.append(unit.ids)
+                at += len(unit.ids)
+        return FedWindows(
+            units=shapes,
+            pool=np.concatenate(ids) if ids else np.empty(0, np.uint32),
+            positions=[w.position for w in windows],
+            after=self._cursor.position,
+        )
+
+    def skip_used(self, newest: int) -> None:
+        """Windows up to ordinal `newest` were used by steps before the stream was opened; they may not be fed yet."""
+        self._used_before = max(self._used_before, newest)
+        self.use(newest)
+
+    def use(self, newest: int) -> tuple[tuple[WindowUse, ...], LeftOut]:
+        """The windows up to ordinal `newest` that were not used before, in order, and what was left out of them."""
+        used, left_out = [], (0, 0, 0)
+        while self._unused and self._unused[0][0] <= newest:
+            _, use, (bad, empty, short) = self._unused.popleft()
+            used.append(use)
+            left_out = (left_out[0] + bad, left_out[1] + empty, left_out[2] + short)
+        return tuple(used), left_out
