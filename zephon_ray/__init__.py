@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from zephon_ray.batches import GlobalBatch
+    from zephon_ray.batches import Batch, GlobalBatch
     from zephon_ray.errors import (
         BadRecordError,
         DataChangedError,
@@ -32,6 +32,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BadRecordError",
+    "Batch",
     "DataChangedError",
     "DifferenceError",
     "GlobalBatch",
@@ -51,7 +52,7 @@ __all__ = [
     "load_recipe",
 ]
 
-_HOMES = {"GlobalBatch": "batches", "Loader": "loader", "Recipe": "recipe", "load_recipe": "recipe"}
+_HOMES = {"Batch": "batches", "GlobalBatch": "batches", "Loader": "loader", "Recipe": "recipe", "load_recipe": "recipe"}
 """The module of each public name that is not an error."""
 
 

@@ -75,7 +75,8 @@ class _End:
 
     def left_by(self, times: I64, sources: I64, lanes: I64) -> npt.NDArray[np.bool_]:
         own = self.times[lanes]
-        return (times > own) | ((times == own) & (sources > self.source))
+        left: npt.NDArray[np.bool_] = (times > own) | ((times == own) & (sources > self.source))
+        return left
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,12 +201,14 @@ class Chunk:
     @property
     def used_before(self) -> I64:
         """Newest window of each source that a piece begun before the chunk lies in, int64 [sources]; -1 for none."""
-        return self._used[0]
+        used: I64 = self._used[0]
+        return used
 
     @property
     def end_pairs(self) -> I64:
         """Pairs of the pieces begun by the chunk's end, int64 [sources]."""
-        return self._pairs[-1].copy()
+        pairs: I64 = self._pairs[-1].copy()
+        return pairs
 
     def _after(self, before: Standing, first: int, end: int) -> Standing:
         """The standing after steps first..end-1."""

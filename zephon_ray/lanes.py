@@ -218,7 +218,7 @@ class LaneGroup:
             self._laid = Laid(pieces=join((self._laid.pieces, laid.pieces)), segments=join((self._laid.segments, laid.segments)))
 
     def _take_fills(self) -> tuple[Pieces, I64]:
-        """The pieces of every lane's whole fills, fill after fill, and of the shorter last one of a lane that gets no more; and their sizes."""
+        """The pieces of every lane's whole fills, fill after fill, and the fills' sizes; the last of a lane that gets no more is shorter."""
         ready = self._ready[np.argsort(self._ready["lane"], kind="stable")]
         size = self._recipe.fill_pieces
         edges = np.searchsorted(ready["lane"], np.arange(len(self.lanes) + 1))
@@ -238,7 +238,8 @@ class LaneGroup:
         """Of fills that are about to be laid, those that begin before the start."""
         lane_of_fill = pieces["lane"][np.cumsum(sizes) - sizes]
         first = np.append(True, lane_of_fill[1:] != lane_of_fill[:-1])[: len(sizes)] & (self._tails[lane_of_fill] < 0)
-        return pieces[np.repeat(first, sizes)]
+        again: Pieces = pieces[np.repeat(first, sizes)]
+        return again
 
     # ---- output
 

@@ -18,7 +18,7 @@ from zephon_ray.prefetch import Prefetch
 from zephon_ray.recipe import Recipe, load_recipe
 from zephon_ray.runners import make_runner
 from zephon_ray.runners.base import Job, Runner, RunnerStats
-from zephon_ray.state import Identity, StreamState, from_bytes, to_bytes
+from zephon_ray.state import Identity, from_bytes, to_bytes
 
 STATE_KEY = "zephon_ray"
 """The one key of `state_dict()`; its value is bytes."""

@@ -34,7 +34,7 @@ class Prefetch:
             made: GlobalBatch | BaseException | None
             try:
                 made = self._make()
-            except BaseException as error:  # handed to the one who takes, who raises it
+            except BaseException as error:  # noqa: BLE001 (handed to the one who takes, who raises it)
                 made = error
             going = isinstance(made, GlobalBatch)
             with self._changed:

@@ -68,7 +68,7 @@ class Recipe(RecipeFields):
         # Whoever builds a Recipe without the functions below must not get round the checks.
         problems = joint_problems(FieldReader(self, set()))
         if problems:
-            raise PydanticCustomError("recipe", "{sentence}", {"sentence": "; ".join(problems)})
+            raise PydanticCustomError("recipe_joint", "{sentence}", {"sentence": "; ".join(problems), "problems": problems})
         return self
 
     @property
@@ -238,15 +238,16 @@ def _validated(data: Any, folder: str | os.PathLike[str], problems: list[str]) -
     base = base if is_url(base) else str(Path(base).absolute())
     if not isinstance(data, dict):
         raise RecipeError([*problems, f"the recipe is {shown(data)}, not a mapping. Write fields such as schema: 1"])
-    faults: set[Loc] = set()
     recipe = None
+    read = FieldReader(data, set())
     try:
         recipe = Recipe.model_validate(data)
     except ValidationError as error:
         found, faults = field_problems(error)
-        problems = problems + found
-    read = FieldReader(data, faults)
-    problems = problems + joint_problems(read) + _folder_problems(read, base)
+        read = FieldReader(data, faults)
+        # The model looks at fields together only where each of them is valid.
+        problems = problems + found + (joint_problems(read) if faults else [])
+    problems = problems + _folder_problems(read, base)
     if recipe is None or problems:
         raise RecipeError(problems)
     recipe._folder = base

@@ -46,9 +46,16 @@ def shown(value: object) -> str:
 
 
 def field_problems(error: ValidationError) -> tuple[list[str], set[Loc]]:
-    """The faults that pydantic found in single fields, as sentences, and the places that are not usable for them."""
-    found = [fault for fault in error.errors(include_url=False) if fault["loc"]]
-    return [_sentence(fault) for fault in found], {fault["loc"] for fault in found}
+    """What pydantic found, as sentences, and the places of single fields that are not usable for it."""
+    sentences: list[str] = []
+    faults: set[Loc] = set()
+    for fault in error.errors(include_url=False):
+        if fault["type"] == "recipe_joint":
+            sentences += fault["ctx"]["problems"]
+        else:
+            sentences.append(_sentence(fault))
+            faults.add(fault["loc"])
+    return sentences, faults
 
 
 def _sentence(fault: ErrorDetails) -> str:
@@ -61,7 +68,7 @@ def _sentence(fault: ErrorDetails) -> str:
     if kind == "recipe_secret":
         return f"{path} {fault['ctx']['sentence']}"
     if kind == "invalid_key":
-        return f"{dotted(loc[:-1]) or 'the recipe'} has the key {shown(loc[-1])}, which YAML does not read as text. Put it in quotes"
+        return f"{dotted(loc[:-1]) or 'the recipe'} has the key {shown(value)}, which YAML does not read as text. Put it in quotes"
     return f"{path}={shown(value)} {_fault(kind, fault, value)}"
 
 
@@ -107,7 +114,7 @@ def _as_whole_number(value: object) -> str:
     """How to write what was probably meant, where it can be told."""
     try:
         number = Decimal(value if isinstance(value, str) else repr(value)) if isinstance(value, str | float) else None
-        if number is not None and number == int(number) and abs(number) < 1 << 64:
+        if number is not None and abs(number) < 1 << 64 and number == int(number):
             return f"Write {int(number)}, without quotes or decimal point"
     except (ArithmeticError, ValueError):
         pass  # no number at all: nothing can be told
@@ -115,7 +122,10 @@ def _as_whole_number(value: object) -> str:
 
 
 def _near(value: object, expected: str) -> str:
-    close = difflib.get_close_matches(str(value).lower(), expected.replace("'", "").replace(" or ", ", ").split(", "), 1)
+    """The value of a list such as "'wrap' or 'best_fit'" that was probably meant, if any."""
+    if not isinstance(value, str):
+        return ""
+    close = difflib.get_close_matches(value.lower(), expected.replace("'", "").replace(" or ", ", ").split(", "), 1)
     return f' (did you mean "{close[0]}"?)' if close else ""
 
 

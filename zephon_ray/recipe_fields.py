@@ -46,7 +46,7 @@ def exact_weight(value: object) -> Decimal:
         raise _refuse(_weight_as_text(value))
     if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
         raise _refuse("is not a number. Write one above 0, such as 0.5 or 2; weights count against one another and need not add up to 1")
-    if not isinstance(value, int) and not isfinite(value):
+    if not (value.is_finite() if isinstance(value, Decimal) else isinstance(value, int) or isfinite(value)):
         raise _refuse("is not finite. Write a number above 0, such as 0.5 or 2")
     if value <= 0:
         raise _refuse("is not above 0. Write a number above 0, or leave the source out if nothing is to be read from it")

@@ -19,7 +19,7 @@ _OTHER_BASE = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe loader that lists what plain YAML takes silently: keys written twice, numbers in other bases."""
+    """A safe loader that lists what plain YAML takes silently: keys written twice, merged mappings, numbers in other bases."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -29,7 +29,10 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_mapping_node(anchor)
         first: dict[tuple[str, str], yaml.Mark] = {}
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
+            if key.tag == "tag:yaml.org,2002:merge":
+                # PyYAML 6.0.4 gives a wrong value where a merged mapping has itself overridden a merged key.
+                self.problems.append(f"<< on line {key.start_mark.line + 1} merges mappings, which a recipe may not. Write the fields out")
+            elif isinstance(key, yaml.ScalarNode):
                 mark = first.setdefault((key.tag, key.value), key.start_mark)
                 if mark is not key.start_mark:
                     lines = f"on line {mark.line + 1} and on line {key.start_mark.line + 1}"

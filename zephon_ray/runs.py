@@ -8,6 +8,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,9 +84,11 @@ def produce(
     """Produce global batches up to and including step `steps`, and write them down.
 
     Args:
+        recipe: what to run.
         steps: at least 0.
         out: the run's directory (a path or URL); an existing one is continued. None writes nothing.
-        runner, workers: as `Stream` has them.
+        runner: as `Stream` has it.
+        workers: as `Stream` has it.
         dp_size: for more than one, the rows of every rank are cut, hashed and folded again, and must give the batch's digest.
         on_step: called with every new step, once it is in the ledger.
         stop: asked after every step whether to end early.
@@ -109,23 +112,22 @@ def produce(
         if done < steps:
             state, recorded = writer.resume() if writer else (None, None)
             stream = Stream(recipe, runner=runner, workers=workers, state=state, recorded=recorded, prepared=prepared)
-            try:
-                while stream.state.step < steps and not (stop and stop()):
-                    batch = stream.next_batch()
-                    if batch is None:
-                        ended = True
-                        break
-                    _check_ranks(batch, dp_size)
-                    new = writer.write(batch) if writer else True
-                    if new:
-                        last, padding = batch.ledger_line, padding + batch.padding
-                        if on_step:
-                            on_step(batch)
-                stats = stream.stats()
-            finally:
-                if writer:
-                    writer.save()
-                stream.close()
+            with closing(stream):
+                try:
+                    while stream.state.step < steps and not (stop and stop()):
+                        batch = stream.next_batch()
+                        if batch is None:
+                            ended = True
+                            break
+                        _check_ranks(batch, dp_size)
+                        if writer is None or writer.write(batch):
+                            last, padding = batch.ledger_line, padding + batch.padding
+                            if on_step:
+                                on_step(batch)
+                    stats = stream.stats()
+                finally:
+                    if writer:
+                        writer.save()
     finally:
         if writer:
             writer.ledger.close()
@@ -213,7 +215,7 @@ class _Writer:
 def recorded_since(ledger: LedgerReader, state: StreamState | None, sources: int) -> Recorded:
     """What a ledger holds of the windows that are read again when going on from a state (None: from the beginning)."""
     if state is None:
-        return ledger.unit_digests({source: (0, 0) for source in range(sources)})
+        return ledger.unit_digests(dict.fromkeys(range(sources), (0, 0)))
     positions = [source.position for source in state.lanes.sources]
     return ledger.unit_digests({source: (p.epoch, p.window) for source, p in enumerate(positions)})
 
@@ -233,11 +235,15 @@ def verify(
     Args:
         out: the run's directory; nothing in it is changed.
         recipe: the run's, where its data or tokenizer have moved since; None for the one in the directory.
-        first, last: 1 <= first <= last; None for the ledger's first and last step.
+        first: from 1; None for the first step.
+        last: at least `first`; None for the ledger's last step.
+        runner: as `Stream` has it.
+        workers: as `Stream` has it.
+        on_step: called with every step that was found equal.
 
     Raises:
-        RunDirectoryError: `out` is no run's directory, is damaged, or does not hold the steps.
-        StateError: recipe, tokenizer or data are not the run's.
+        RunDirectoryError: `out` is no run's directory, is damaged, or does not hold the steps; or recipe, tokenizer or data
+            are not the run's.
         ReplayError, DataChangedError: a step, or the text of a unit, is not what the ledger says.
     """
     began = time.monotonic()
@@ -256,11 +262,9 @@ def verify(
     stream = Stream(
         recipe, runner=runner, workers=workers, state=found[1] if found else None, recorded=recorded, prepared=(job, identity)
     )
-    try:
+    with closing(stream):
         for line in ledger.lines(stream.state.step + 1, last):
             _compare(line, stream.next_batch(), on_step)
-    finally:
-        stream.close()
     return VerifySummary(first_step=first, last_step=last, steps=last - first + 1, seconds=time.monotonic() - began)
 
 

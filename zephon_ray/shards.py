@@ -152,6 +152,8 @@ def _shard(name: str, path: str, url: str, size: int, format: Format | None) -> 
         path.encode()
     except UnicodeEncodeError as error:
         raise SourceError(f"{where}: its name is not valid UTF-8. Rename it.") from error
+    if url.startswith("s3://") and "//" in url.removeprefix("s3://"):
+        raise SourceError(f"{where}: its key has an empty part ('//'), which pyarrow cannot open. Copy the object to another key.")
     if size < 0:
         raise SourceError(f"{where}: a link that leads nowhere. Restore what it stands for, or remove it.")
     stem, compression = path, None

@@ -24,9 +24,7 @@ from zephon_ray.hashing import canonical_json, sha256_hex
 from zephon_ray.lanes import LanesState
 from zephon_ray.plan.dealing import SourceStart
 from zephon_ray.plan.windows import Position
-
-CONTRACT = 1
-"""Version of the determinism contract that this package executes."""
+from zephon_ray.recipe import CONTRACT_VERSION
 
 FORMAT = 1
 """Version of the layout of the bytes."""
@@ -69,7 +67,7 @@ def to_bytes(state: StreamState, identity: Identity) -> bytes:
     """The state as bytes; equal states give equal bytes."""
     body = {
         "chain": state.chain.hex(),
-        "contract": CONTRACT,
+        "contract": CONTRACT_VERSION,
         "fields": identity.field_digests(),
         "fingerprint": identity.fingerprint,
         "format": FORMAT,
@@ -153,16 +151,18 @@ def _open(data: bytes) -> dict[str, Any]:
     """The inner part, once versions and checksum are found right."""
     try:
         outer = json.loads(bytes(data).decode())
-        body, checksum = outer["state"], outer["checksum"]
+        body: dict[str, Any] = outer["state"]
+        checksum = outer["checksum"]
         intact = isinstance(body, dict) and sha256_hex(canonical_json(body)) == checksum
     except (TypeError, ValueError, KeyError, RecursionError) as e:
         raise StateError(f"the state is damaged: {len(data)} bytes that are no state of zephon_ray ({e}). Use an older checkpoint") from e
     if not intact:
         raise StateError("the state is damaged: its checksum does not fit its content. Use an older checkpoint")
     found = (body.get("contract"), body.get("format"))
-    if found != (CONTRACT, FORMAT):
+    if found != (CONTRACT_VERSION, FORMAT):
         raise StateError(
-            f"the state is of contract {found[0]}, format {found[1]}; this version of zephon_ray reads contract {CONTRACT}, format {FORMAT}."
+            f"the state is of contract {found[0]}, format {found[1]}; this version of zephon_ray reads contract {CONTRACT_VERSION},"
+            f" format {FORMAT}."
             " Resume with the version that saved it"
         )
     return body

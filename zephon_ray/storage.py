@@ -45,7 +45,16 @@ _PASSING = (
     "incomplete", "http status 429", "http status 500", "http status 502", "http status 503", "http status 504",
     "http response code: 500", "http response code: 503",
 )  # fmt: skip
-_EXPIRED = ("expiredtoken", "expired_token", "expired token", "token has expired", "tokenrefreshrequired", "request_expired")
+_EXPIRED = (
+    "expiredtoken",
+    "expired_token",
+    "expired token",
+    "token has expired",
+    "tokenrefreshrequired",
+    "request_expired",
+    "unknown (http status 400)",  # what AWS's client makes of an answer that names no cause, as one to HEAD never does
+)
+_DENIED = ("access_denied", "access denied", "accessdenied", "http status 403")
 _PASSING_ERRNO = {
     errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EPIPE, errno.ETIMEDOUT, errno.EAGAIN, errno.EHOSTUNREACH,
     errno.ENETUNREACH,
@@ -95,7 +104,7 @@ class Storage:
         if is_local(url):
             path = local_path(url)
             return pa.memory_map(path) if mapped and os.path.getsize(path) else pa.OSFile(path)
-        return pa.PythonFile(_RemoteFile(self, url, self.size(url), read_ahead), mode="r")
+        return pa.PythonFile(_RemoteFile(self, url, read_ahead), mode="r")
 
     def read_bytes(self, url: str) -> bytes:
         """The whole file."""
@@ -106,10 +115,7 @@ class Storage:
         """Bytes of a file; FileNotFoundError where there is none."""
         if is_local(url):
             return os.path.getsize(local_path(url))
-        info = self._call(url, lambda fs, path: fs.get_file_info(path))
-        if info.type != pyarrow.fs.FileType.File:
-            raise FileNotFoundError(errno.ENOENT, "no such file", url)
-        return int(info.size)
+        return self._call(url, _size)
 
     def kind(self, url: str) -> Literal["file", "folder"] | None:
         """What the name stands for: None where there is nothing."""
@@ -209,7 +215,9 @@ class Storage:
             return retrying(attempt)
         except _LASTING:
             raise
-        except (OSError, pa.ArrowException, TimeoutError) as error:
+        except (OSError, pa.ArrowException) as error:
+            if any(word in str(error).lower() for word in _DENIED):
+                raise PermissionError(errno.EACCES, str(error), url) from error
             tries = retrying.statistics.get("attempt_number", 1)
             raise StorageError(
                 f"{url}: {error} ({type(error).__name__}, after {tries} of {MAX_TRIES} tries). "
@@ -223,11 +231,19 @@ class _RemoteFile(io.RawIOBase):
     pyarrow serialises the calls of one file.
     """
 
-    def __init__(self, storage: Storage, url: str, size: int, read_ahead: int) -> None:
-        self._storage, self._url, self._size, self._read_ahead = storage, url, size, read_ahead
+    def __init__(self, storage: Storage, url: str, read_ahead: int) -> None:
+        self._storage, self._url, self._read_ahead = storage, url, read_ahead
         self._at = 0
         self._block, self._block_at = b"", 0
-        self._handle: pa.NativeFile | None = None
+        self._handle: Any = None
+        self._size = storage._call(url, self._open)
+
+    def _open(self, fs: pyarrow.fs.FileSystem, path: str) -> int:
+        """Open the file where the store knows open files; its size in bytes."""
+        if isinstance(fs, pyarrow.fs.PyFileSystem):
+            return _size(fs, path)
+        self._handle = fs.open_input_file(path)
+        return int(self._handle.size())
 
     def readable(self) -> bool:
         return True
@@ -262,7 +278,8 @@ class _RemoteFile(io.RawIOBase):
             data = bytes(fs.handler.fs.cat_file(path, start=at, end=at + size))
         else:
             try:
-                self._handle = self._handle or fs.open_input_file(path)
+                if self._handle is None:
+                    self._open(fs, path)
                 data = bytes(self._handle.read_at(size, at))
             except OSError:
                 self._handle = None
@@ -308,7 +325,11 @@ def _filesystem(spec: StorageSpec, url: str, pid: int) -> tuple[pyarrow.fs.FileS
 @functools.lru_cache(maxsize=64)
 def _s3(spec: StorageSpec, bucket: str, pid: int) -> pyarrow.fs.FileSystem:
     """A connection to a bucket. It must not outlive a fork, hence `pid`."""
-    options: dict[str, Any] = {"anonymous": spec.anonymous, "retry_strategy": pyarrow.fs.AwsStandardS3RetryStrategy(max_attempts=1)}
+    options: dict[str, Any] = {
+        "anonymous": spec.anonymous,
+        "retry_strategy": pyarrow.fs.AwsStandardS3RetryStrategy(max_attempts=1),  # tries are made, counted and spread here
+        "allow_delayed_open": True,  # a small object is written by one request instead of three
+    }
     region = spec.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     if spec.endpoint_url is not None:
         parts = urlsplit(spec.endpoint_url)
@@ -337,6 +358,13 @@ def _last(state: tenacity.RetryCallState) -> BaseException | None:
 
 def _slashes(path: str) -> Iterator[int]:
     return (at for at, character in enumerate(path) if character == "/")
+
+
+def _size(fs: pyarrow.fs.FileSystem, path: str) -> int:
+    info = fs.get_file_info(path)
+    if info.type != pyarrow.fs.FileType.File:
+        raise FileNotFoundError(errno.ENOENT, "no such file", path)
+    return int(info.size)
 
 
 def _select(fs: pyarrow.fs.FileSystem, folder: str, *, recursive: bool) -> list[tuple[str, int]]:

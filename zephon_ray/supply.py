@@ -40,7 +40,6 @@ class Memory:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Window:
     position: Position
-    tasks: Sequence[UnitTask]
     units: Sequence[TokenisedUnit]
 
 
@@ -98,14 +97,19 @@ class SourceSupply:
     def next_windows(self, pairs: int, most: int) -> FedWindows | None:
         """The next windows that are whole, until they hold `pairs` pairs or are `most`; None where not even one is.
 
+        A window that cannot be used is an error only when it is the first that is asked for, so that every step that can
+        be made without it is made.
+
         Raises:
-            BadRecordError, SourceError, DataChangedError, StorageError: a unit of the next window cannot be used.
+            BadRecordError, SourceError, DataChangedError, StorageError: the next window cannot be used.
         """
         windows: list[_Window] = []
         got = 0
         while got < pairs and len(windows) < most and not self.done:
             window = self._next_window()
-            if window is None:
+            if isinstance(window, Exception) and not windows:
+                raise window
+            if not isinstance(window, _Window):
                 break
             windows.append(window)
             got += self._account(window)
@@ -115,7 +119,8 @@ class SourceSupply:
         self.pairs += got
         return self._joined(windows)
 
-    def _next_window(self) -> _Window | None:
+    def _next_window(self) -> _Window | Exception | None:
+        """The next window; what is wrong with it; or None while units of it are missing."""
         if self._tasks is None:
             self._tasks = self._cursor.tasks()
         tasks = self._tasks
@@ -124,25 +129,44 @@ class SourceSupply:
         else:
             if any(t.key not in self._arrived for t in tasks):
                 return None
-            units = [self._usable(t, self._arrived.pop(t.key)) for t in tasks]
+            units = []
+            for task in tasks:
+                unit = self._arrived[task.key]
+                if fault := self._fault(task, unit):
+                    return fault
+                if isinstance(unit, TokenisedUnit):
+                    units.append(unit)
+            if too_many := self._too_many_bad(units):
+                return too_many
+            for task in tasks:
+                del self._arrived[task.key]
             self._keep(units)
         position = self._cursor.position
         self._cursor.advance([u.last for u in units])
         self._tasks = None
-        return _Window(position=position, tasks=tasks, units=units)
+        return _Window(position=position, units=units)
 
-    def _usable(self, task: UnitTask, unit: TokenisedUnit | FailedUnit) -> TokenisedUnit:
+    def _fault(self, task: UnitTask, unit: TokenisedUnit | FailedUnit) -> Exception | None:
         if isinstance(unit, FailedUnit):
-            raise unit.error
+            return unit.error
         if unit.error is not None:
-            raise BadRecordError(unit.error)
+            return BadRecordError(unit.error)
         recorded = self._recorded.get((task.epoch, self._cursor.window), {}).get((unit.group, unit.unit))
-        if recorded is not None and recorded != unit.digest:
-            raise DataChangedError(
-                f"{task.group.where}: the text of its group {task.group.ordinal}, unit {unit.unit}, is not what it was when the run first"
-                f" read it (digest {unit.digest:016x}, recorded {recorded:016x}). Restore the file, or start a new run"
-            )
-        return unit
+        if recorded is None or recorded == unit.digest:
+            return None
+        return DataChangedError(
+            f"{task.group.where}: the text of its group {task.group.ordinal}, unit {unit.unit}, is not what it was when the run first"
+            f" read it (digest {unit.digest:016x}, recorded {recorded:016x}). Restore the file, or start a new run"
+        )
+
+    def _too_many_bad(self, units: Sequence[TokenisedUnit]) -> BadRecordError | None:
+        bad = self._epoch_bad + sum(u.bad for u in units)
+        if self._max_bad is None or bad <= self._max_bad:
+            return None
+        return BadRecordError(
+            f"source {self.name!r}: {bad} bad records in epoch {self._cursor.epoch}, more than max_bad_records={self._max_bad}."
+            f" Mend the data, or raise the limit. The last ones: {'; '.join(x for u in units for x in u.bad_examples)}"
+        )
 
     def _keep(self, units: Sequence[TokenisedUnit]) -> None:
         """Remember units while the source may turn out to be small."""
@@ -165,12 +189,6 @@ class SourceSupply:
         pairs = sum(len(u.ids) - u.documents for u in window.units)
         self._epoch_pairs += pairs
         self._epoch_bad += sum(u.bad for u in window.units)
-        if self._max_bad is not None and self._epoch_bad > self._max_bad:
-            examples = "; ".join(x for u in window.units for x in u.bad_examples)
-            raise BadRecordError(
-                f"source {self.name!r}: {self._epoch_bad} bad records in epoch {window.position.epoch}, more than max_bad_records="
-                f"{self._max_bad}. Mend the data, or raise the limit. The last ones: {examples}"
-            )
         if self._next_ordinal > self._used_before:
             use = WindowUse(
                 epoch=window.position.epoch,

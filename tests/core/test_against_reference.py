@@ -18,6 +18,7 @@ import zephon_ray
 from tests.corpora import Corpus, corpora, steps_worth
 from tests.reference import Batch, Run
 from tests.reference.product import state_as_plain
+from zephon_ray.loader import Stream
 
 RANDOM = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
@@ -85,6 +86,29 @@ def check_resumed(corpus: Corpus, data: st.DataObject) -> None:
                     assert next(iter(loader), None) is None
 
 
+def check_first_used(corpus: Corpus) -> None:
+    """What the ledger keeps of a step beyond its batch: the windows that it is the first to use, and the records left out of them."""
+    with written(corpus) as (recipe, expected, _):
+        stream = Stream(recipe, runner="inline")
+        try:
+            for batch in expected:
+                got = stream.next_batch()
+                assert got is not None
+                assert plain_windows(got) == [
+                    (s, epoch, window, [(group, unit, digest) for group, unit, digest, _ in units])
+                    for s, epoch, window, units in batch.first_used
+                ]
+                counts = {s: [u[3] for source, _, _, units in batch.first_used if source == s for u in units] for s, *_ in batch.first_used}
+                totals = {s: tuple(map(sum, zip(*of_units, strict=True))) for s, of_units in counts.items()}
+                assert dict(got.left_out) == {s: total for s, total in totals.items() if any(total)}
+        finally:
+            stream.close()
+
+
+def plain_windows(batch: zephon_ray.GlobalBatch) -> list[tuple[int, int, int, list[tuple[int, int, int]]]]:
+    return [(s, w.epoch, w.window, [tuple(unit) for unit in w.units]) for s, windows in sorted(batch.windows.items()) for w in windows]
+
+
 @st.composite
 def ranks_of(draw: st.DrawFn, recipe: dict[str, Any]) -> tuple[int, int]:
     """(dp size, one of its ranks)."""
@@ -105,6 +129,12 @@ def test_a_run_resumed_at_other_sizes_goes_on_as_if_it_had_not_stopped(corpus: C
     check_resumed(corpus, data)
 
 
+@settings(RANDOM, max_examples=25)
+@given(corpora())
+def test_windows_are_first_used_at_the_step_that_the_contract_says(corpus: Corpus) -> None:
+    check_first_used(corpus)
+
+
 @pytest.mark.long
 @settings(RANDOM, max_examples=2000)
 @given(corpora(), st.data())
@@ -117,3 +147,10 @@ def test_many_runs_are_those_of_the_contract(corpus: Corpus, data: st.DataObject
 @given(corpora(), st.data())
 def test_many_runs_resumed_at_other_sizes_go_on_as_if_they_had_not_stopped(corpus: Corpus, data: st.DataObject) -> None:
     check_resumed(corpus, data)
+
+
+@pytest.mark.long
+@settings(RANDOM, max_examples=1000)
+@given(corpora())
+def test_many_windows_are_first_used_at_the_step_that_the_contract_says(corpus: Corpus) -> None:
+    check_first_used(corpus)

@@ -15,6 +15,7 @@ import zephon_ray
 
 PUBLIC = [
     "BadRecordError",
+    "Batch",
     "DataChangedError",
     "DifferenceError",
     "GlobalBatch",

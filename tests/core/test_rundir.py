@@ -217,7 +217,7 @@ def test_a_lock_that_was_edited_is_refused(url: str, pattern: str) -> None:
     edited, count = re.subn(f"({pattern})", r"\g<1>4", STORAGE.read_bytes(place).decode(), count=1, flags=re.MULTILINE)
     assert count == 1
     STORAGE.write_bytes(place, edited.encode())
-    with pytest.raises(RunDirectoryError, match="do not agree: it was edited|its recipe is damaged"):
+    with pytest.raises(RunDirectoryError, match=r"do not agree: it was edited|its recipe is damaged"):
         open_run(url)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 _PACKAGES = frozenset({"site-packages", "dist-packages"})
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-_LEAST_DOCSTRING = 80
+_LEAST_DOCSTRING = 60
 """Characters; shorter ones are labels, not text."""
 
 

@@ -4,7 +4,7 @@ A *sealed segment*, `GENERATION-FIRST-LAST.jsonl.zst`, never changes: a zstd fra
 skippable frame (RFC 8878, section 3.1.2: every zstd tool steps over it) with the XXH3-128 of the first frame, so that one
 flipped bit anywhere is found. An *open segment*, `GENERATION-FIRST.open`, exists only on local disks: each line is followed by
 a tab and its XXH3-128 and is written with one call, so that whatever a crash leaves, its longest sound beginning is known.
-What the lines mean together, and who may write, is the business of `zephon_ray.ledger.ledger`.
+What the lines mean together is the business of `reader`, who may write that of `writer`.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class Dealer:
         if self._partial.any():
             rank = np.cumsum(kept)
             lane_starts = np.flatnonzero(new_lane)
-            before = np.repeat((rank - kept)[lane_starts], np.diff(np.append(lane_starts, len(lane))))
+            before: I64 = np.repeat((rank - kept)[lane_starts], np.diff(np.append(lane_starts, len(lane))))
             resumed = kept & (rank - before == 1) & self._partial[lane]
             self._partial[lane[resumed]] = False
         return kept, resumed

@@ -50,6 +50,7 @@ def lay_wrap(pieces: Pieces, tails: I64, sequence_length: int) -> Laid:
     Args:
         pieces: sorted by (lane, mixture order); changed in place.
         tails: int64 [lanes], where each lane's line ends; moved on. Lanes as numbered in `pieces`.
+        sequence_length: pairs a row.
     """
     lane, pairs = pieces["lane"], pieces["pairs"]
     total = np.cumsum(pairs)
@@ -88,6 +89,7 @@ def best_fit_rows(pairs: list[int], sequence_length: int) -> list[list[int]]:
 
     Args:
         pairs: of each piece in order of arrival, each in [1, sequence_length].
+        sequence_length: pairs a row.
 
     Returns:
         Rows in order of creation; each row's pieces (numbers into `pairs`) in order of arrival.
@@ -118,6 +120,7 @@ def lay_fills(pieces: Pieces, sizes: I64, tails: I64, sequence_length: int) -> L
         pieces: fill after fill, each of one lane and in order of arrival; changed in place.
         sizes: int64 [fills], pieces of each.
         tails: int64 [lanes], multiples of `sequence_length`; moved on.
+        sequence_length: pairs a row.
     """
     pairs = pieces["pairs"].tolist()
     order: list[int] = []
@@ -145,6 +148,7 @@ def _row_segments(pieces: Pieces, row_at: I64, members: I64, sequence_length: in
         pieces: row after row.
         row_at: int64 [rows], where on its lane's line each row begins.
         members: int64 [rows], how many pieces are in it, at least 1.
+        sequence_length: pairs a row.
     """
     firsts = np.cumsum(members) - members
     used = np.add.reduceat(pieces["pairs"], firsts)

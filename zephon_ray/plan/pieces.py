@@ -69,6 +69,8 @@ def cut_pieces(units: Sequence[UnitShape], *, seed: int, source: int, max_pairs:
 
     Args:
         units: of whole windows, windows in order, within a window slot by slot.
+        seed: the recipe's.
+        source: its index in the recipe.
         max_pairs: M of the contract, at least 1.
         shuffled: whether `shuffle.documents` is true.
     """

@@ -10,7 +10,7 @@ from typing import Any
 from zephon_ray.errors import RunDirectoryError
 from zephon_ray.hashing import canonical_json
 from zephon_ray.ledger import Ledger, LedgerReader
-from zephon_ray.ledger.ledger import make_private_folder
+from zephon_ray.ledger.writer import make_private_folder
 from zephon_ray.manifest import Shard, SourceManifest
 from zephon_ray.recipe import Recipe
 from zephon_ray.rundir.audit import Audit
@@ -72,7 +72,7 @@ class RunDirectory:
             _refuse_foreign(storage, url)
             created = _write_lock(storage, url, lock)
         directory = cls.open(storage, url)
-        directory._refuse_other_run(lock, manifests)
+        directory.check_same_run(fingerprint, fields, manifests)
         for name in ("manifests", "ledger", "states"):
             make_private_folder(storage, storage.join(url, name))
         directory._write_manifests(manifests)
@@ -98,6 +98,29 @@ class RunDirectory:
         except UnicodeDecodeError as error:
             raise RunDirectoryError(f"{place}: is damaged: not UTF-8 at byte {error.start}. Restore it from a copy.") from error
         return cls(storage, url, Lock.from_yaml(text, place))
+
+    def check_same_run(self, fingerprint: str, fields: Mapping[str, Any], manifests: Sequence[SourceManifest]) -> None:
+        """Refuse a recipe, a tokenizer or data that are not this run's.
+
+        Args:
+            fingerprint: of recipe, tokenizer and data, 64 hex digits.
+            fields: what it is made of.
+            manifests: of each source.
+
+        Raises:
+            RunDirectoryError: names each field that differs, with both values, and the shards.
+        """
+        if self.lock.fingerprint == fingerprint:
+            return
+        differing = changes(self.lock.fields, fields)
+        lines = [f"  {name}: the directory has {recorded!r}, this run {now!r}" for name, (recorded, now) in differing.items()]
+        for manifest in manifests:
+            if f"sources[{manifest.source}].manifest" in differing:
+                lines += [f"    {line}" for line in self._shards_that_differ(manifest)]
+        raise RunDirectoryError(
+            f"{self.url}: is the directory of another run. What differs:\n" + "\n".join(lines) + "\n"
+            "Undo the change to go on with that run, or give another --out for a new one."
+        )
 
     def open_ledger(self) -> Ledger:
         """Become the ledger's one writer; older ones are stopped."""
@@ -149,19 +172,6 @@ class RunDirectory:
             place = self._manifest_place(manifest.source)
             if not self.storage.exists(place):
                 self.storage.write_bytes(place, canonical_json(manifest.to_json()))
-
-    def _refuse_other_run(self, lock: Lock, manifests: Sequence[SourceManifest]) -> None:
-        if self.lock.fingerprint == lock.fingerprint:
-            return
-        differing = changes(self.lock.fields, lock.fields)
-        lines = [f"  {name}: the directory has {recorded!r}, this run {now!r}" for name, (recorded, now) in differing.items()]
-        for manifest in manifests:
-            if f"sources[{manifest.source}].manifest" in differing:
-                lines += [f"    {line}" for line in self._shards_that_differ(manifest)]
-        raise RunDirectoryError(
-            f"{self.url}: is the directory of another run. What differs:\n" + "\n".join(lines) + "\n"
-            "Undo the change to go on with that run, or give another --out for a new one."
-        )
 
     def _shards_that_differ(self, now: SourceManifest) -> list[str]:
         try:

@@ -96,6 +96,7 @@ class InlineRunner(Runner):
             self._maker.close()
 
     def stats(self) -> RunnerStats:
+        self._refuse_fork()
         return self._tally.stats(1)
 
     def _started(self) -> Schedule:

@@ -24,8 +24,9 @@ def send(sock: socket.socket, value: object) -> None:
     """
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
-    views = [memoryview(head), *(buffer.raw() for buffer in buffers)]
-    sock.sendall(struct.pack(f"<q{len(views)}q", len(views), *(view.nbytes for view in views)))
+    views = [buffer.raw() for buffer in buffers]
+    sizes = len(head), *(view.nbytes for view in views)
+    sock.sendall(struct.pack(f"<q{len(sizes)}q", len(sizes), *sizes) + head)
     for view in views:
         sock.sendall(view)
 

@@ -143,8 +143,8 @@ class UnitTokeniser:
     def __init__(self, options: Options) -> None:
         self._tokenizer = _load(options.tokenizer_json, "tokenizer.json")
         self._tokenizer.encode_special_tokens = options.encode_special_tokens
-        self._head = [] if options.bos is None else [options.bos]
-        self._tail = [] if options.eos is None else [options.eos]
+        self._head = b"" if options.bos is None else array("I", [options.bos]).tobytes()
+        self._tail = b"" if options.eos is None else array("I", [options.eos]).tobytes()
         self._reader = UnitReader(Storage(options.storage), options.max_document_bytes, options.on_bad_record == "fail")
         self._units = self._text_bytes = 0
 
@@ -193,23 +193,19 @@ class UnitTokeniser:
     def _encode(self, texts: Sequence[str], sizes: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64], int]:
         """Flat uint32 ids, int64 offsets [documents + 1], and how many documents had fewer than two ids."""
         head, tail = self._head, self._tail
+        around = (len(head) + len(tail)) // 4
         lengths: list[int] = []
-        parts: list[npt.NDArray[np.uint32]] = []
+        parts: list[bytes | array[int]] = []
         for first, end in _chunks(sizes):
-            flat: list[int] = []
             for encoding in self._tokenizer.encode_batch_fast(texts[first:end], add_special_tokens=False):
-                ids = encoding.ids
-                length = len(head) + len(ids) + len(tail)
-                if length >= 2:
-                    flat += head
-                    flat += ids
-                    flat += tail
-                    lengths.append(length)
-            # array.array takes a list of ints three times faster than numpy or Arrow do.
-            parts.append(np.frombuffer(array("I", flat), np.uint32))
+                # The library gives a list of ints; array.array takes it three times faster than numpy or Arrow do.
+                ids = array("I", encoding.ids)
+                if len(ids) + around >= 2:
+                    parts += (head, ids, tail)
+                    lengths.append(len(ids) + around)
         offsets = np.zeros(len(lengths) + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
-        return np.concatenate(parts) if parts else np.zeros(0, np.uint32), offsets, len(texts) - len(lengths)
+        return np.frombuffer(b"".join(parts), np.uint32), offsets, len(texts) - len(lengths)
 
 
 def _chunks(sizes: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:

@@ -1,0 +1,164 @@
+"""A state restores what it was saved from, and nothing else: damage and foreign runs are refused, and named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.golden_cases import GOLDEN
+from tests.small import a_recipe, documents, write_lines
+from zephon_ray.errors import StateError
+from zephon_ray.loader import STATE_KEY, Loader
+from zephon_ray.recipe import Recipe
+
+TWO = {"a": {"weight": 0.7}, "b": {"weight": 0.3}}
+
+
+def state_of(recipe: Recipe, steps: int = 3) -> dict[str, bytes]:
+    with Loader(recipe) as loader:
+        for _ in range(steps):
+            next(loader)
+        return loader.state_dict()
+
+
+def refused(recipe: Recipe, state: dict[str, bytes] | bytes) -> str:
+    with pytest.raises(StateError) as error, Loader(recipe, state=state) as loader:
+        next(loader)
+    return str(error.value)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, bytes]:
+    recipe = a_recipe(tmp_path_factory.mktemp("state"), TWO)
+    return recipe, state_of(recipe)[STATE_KEY]
+
+
+def test_a_restored_loader_saves_the_same_bytes_at_once_and_after_close(saved: tuple[Recipe, bytes]) -> None:
+    recipe, state = saved
+    loader = Loader(recipe, state=state)
+    assert loader.state_dict() == {STATE_KEY: state}
+    loader.close()
+    assert loader.state_dict() == {STATE_KEY: state}
+
+
+def test_a_state_before_the_first_batch_restores_to_the_beginning(tmp_path: Path) -> None:
+    recipe = a_recipe(tmp_path)
+    with Loader(recipe) as fresh:
+        start = fresh.state_dict()
+        digests = [next(fresh).digest for _ in range(4)]
+    with Loader(recipe, state=start) as again:
+        assert [next(again).digest for _ in range(4)] == digests
+
+
+@given(at=st.integers(0, 10_000), bit=st.integers(0, 7))
+def test_a_flipped_bit_is_refused(saved: tuple[Recipe, bytes], at: int, bit: int) -> None:
+    recipe, state = saved
+    damaged = bytearray(state)
+    damaged[at % len(state)] ^= 1 << bit
+    assert "damaged" in refused(recipe, bytes(damaged))
+
+
+@given(end=st.integers(0, 10_000))
+def test_a_cut_state_is_refused(saved: tuple[Recipe, bytes], end: int) -> None:
+    recipe, state = saved
+    assert "damaged" in refused(recipe, state[: end % len(state)])
+
+
+@pytest.mark.parametrize("foreign", [{}, {"step": 3}, {STATE_KEY: "text"}, {STATE_KEY: None}])
+def test_what_is_no_state_is_refused_and_the_key_is_named(saved: tuple[Recipe, bytes], foreign: dict[str, object]) -> None:
+    with pytest.raises(StateError, match=STATE_KEY):
+        Loader(saved[0], state=foreign)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"null", b"\xff", b'{"state":{},"checksum":""}', b'{"state":[],"checksum":1}', b"[" * 100_000])
+def test_foreign_bytes_are_refused(saved: tuple[Recipe, bytes], data: bytes) -> None:
+    assert "damaged" in refused(saved[0], data)
+
+
+def test_another_contract_version_is_refused_and_both_are_named(saved: tuple[Recipe, bytes]) -> None:
+    from zephon_ray.hashing import canonical_json, sha256_hex
+
+    body = json.loads(saved[1])["state"] | {"contract": 2}
+    message = refused(saved[0], canonical_json({"state": body, "checksum": sha256_hex(canonical_json(body))}))
+    assert "contract 2" in message
+    assert "contract 1" in message
+
+
+CHANGES = {
+    "seed": ({"seed": 8}, "seed (now 8)"),
+    "lanes": ({"lanes": 4}, "lanes (now 4)"),
+    "sequence_length": ({"sequence_length": 16}, "sequence_length (now 16)"),
+    "unit_bytes": ({"unit_bytes": 1024}, "unit_bytes (now 1024)"),
+    "specials": ({"tokenizer": {"path": str(GOLDEN / "tokenizer.json"), "eos": "<|eos|>"}}, "tokenizer.bos"),
+    "packing": ({"packing": {"algorithm": "best_fit"}}, "packing.algorithm (now 'best_fit')"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_recipe_is_refused_and_each_field_is_named(tmp_path: Path, name: str) -> None:
+    state = state_of(a_recipe(tmp_path, TWO))
+    over, named = CHANGES[name]
+    assert named in refused(a_recipe(tmp_path, TWO, **over), state)
+
+
+def test_changed_weights_and_sources_are_named(tmp_path: Path) -> None:
+    state = state_of(a_recipe(tmp_path, TWO))
+    assert "sources[1].weight (now '0.4')" in refused(a_recipe(tmp_path, {"a": {"weight": 0.7}, "b": {"weight": 0.4}}), state)
+    message = refused(a_recipe(tmp_path, {"a": {"weight": 0.7}}), state)
+    assert "now 1 of them, 2 in the state" in message
+
+
+def test_a_changed_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tok.json").write_bytes((GOLDEN / "tokenizer.json").read_bytes())
+    tokenizer = {"path": "tok.json", "bos": "<|bos|>", "eos": "<|eos|>", "pad": "<|pad|>"}
+    state = state_of(a_recipe(tmp_path, TWO, tokenizer=tokenizer))
+    (tmp_path / "tok.json").write_bytes((GOLDEN / "tokenizer.json").read_bytes() + b"\n")
+    assert "tokenizer" in refused(a_recipe(tmp_path, TWO, tokenizer=tokenizer), state)
+
+
+@pytest.mark.parametrize("change", ["added", "removed", "renamed", "grown"])
+def test_changed_data_is_refused_and_its_source_is_named(tmp_path: Path, change: str) -> None:
+    recipe = a_recipe(tmp_path, TWO)
+    state = state_of(recipe)
+    file = tmp_path / "b" / "1.jsonl"
+    if change == "added":
+        write_lines(tmp_path / "b" / "3.jsonl", documents(5))
+    elif change == "removed":
+        file.unlink()
+    elif change == "renamed":
+        file.rename(tmp_path / "b" / "9.jsonl")
+    else:
+        file.write_bytes(file.read_bytes() + b"\n")
+    message = refused(recipe, state)
+    assert "sources[1].manifest" in message
+    assert "sources[0]" not in message
+
+
+def test_moved_data_is_accepted_since_where_it_lies_is_no_part_of_the_identity(tmp_path: Path) -> None:
+    for folder in ("here", "there"):
+        (tmp_path / folder).mkdir()
+    recipes = [a_recipe(tmp_path / folder, TWO, name=folder) for folder in ("here", "there")]
+    with Loader(recipes[0]) as loader:
+        digests = [next(loader).digest for _ in range(6)]
+    with Loader(recipes[1], state=state_of(recipes[0])) as loader:
+        assert [next(loader).digest for _ in range(3)] == digests[3:]
+
+
+def test_the_state_does_not_grow_with_steps_or_with_files(tmp_path: Path) -> None:
+    sizes = []
+    for files in (3, 60):
+        folder = tmp_path / str(files)
+        for n in range(files):
+            write_lines(folder / "a" / f"{n:03}.jsonl", documents(4, seed=n))
+        recipe = a_recipe(folder)
+        with Loader(recipe) as loader:
+            for batch in loader:
+                if batch.step in (10, 400):
+                    sizes.append(len(loader.state_dict()[STATE_KEY]))
+                if batch.step == 400:
+                    break
+    assert max(sizes) - min(sizes) < 200, sizes

@@ -1,0 +1,246 @@
+"""The story: one recipe run four ways, and the digests of the rows that the ranks were given.
+
+1. at dp 4 in one go: what all others are compared with;
+2. at dp 4 again, with a worker process killed on the way, up to the step where it is stopped and its state saved;
+3. and 4. from that state to the end, at dp 2 and at dp 8.
+
+A stream is cut for all ranks of a step, as a feed would. No digest is taken on trust: the rows of every rank are copied, hashed and
+folded again, and a variant is what that gave.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from zephon_ray.batches import Batch, GlobalBatch, fold
+from zephon_ray.collector import prepare
+from zephon_ray.errors import SystemFault, UserError
+from zephon_ray.hashing import digest128
+from zephon_ray.loader import Stream
+from zephon_ray.recipe import Recipe
+from zephon_ray.runners.base import Job
+from zephon_ray.runners.registry import default_workers
+from zephon_ray.state import Identity
+
+LEAST_STEPS = 6
+"""So that there is a step to kill at, one to stop at, and one to go on with."""
+
+_WORKER = b"zephon_ray.runners.worker"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Killed:
+    """A worker process that was killed with SIGKILL: its number, and the step that was taken last before."""
+
+    pid: int
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """One way to run some of the steps.
+
+    Args:
+        name: for tables.
+        dp_size: ranks.
+        runner: as recipes name it.
+        first: the first step.
+        digests, chains: 16 bytes a step, folded again from the rows of all ranks.
+        pairs: of each source, those of all pieces begun up to the last step.
+        padding: pairs of padding in these steps.
+        seconds, cpu_seconds: wall clock, and CPU of this process and its workers.
+        units: units tokenised.
+        retries: units made again because their worker died.
+        killed: the worker that was killed, if one was.
+    """
+
+    name: str
+    dp_size: int
+    runner: str
+    first: int
+    digests: tuple[bytes, ...]
+    chains: tuple[bytes, ...]
+    pairs: tuple[int, ...]
+    padding: int
+    seconds: float
+    cpu_seconds: float
+    units: int
+    retries: int
+    killed: Killed | None
+
+    @property
+    def last(self) -> int:
+        return self.first + len(self.digests) - 1
+
+    def digest(self, step: int) -> bytes | None:
+        """Of a step; None where the variant did not make it."""
+        return self.digests[step - self.first] if self.first <= step <= self.last else None
+
+    def chain(self, step: int) -> bytes | None:
+        return self.chains[step - self.first] if self.first <= step <= self.last else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Story:
+    """All variants, the reference first.
+
+    Args:
+        recipe: what was run.
+        steps: of the reference.
+        stopped: the step after which the state was saved.
+        state_bytes: size of that state.
+        variants: in the order they were run.
+    """
+
+    recipe: Recipe
+    steps: int
+    stopped: int
+    state_bytes: int
+    variants: tuple[Variant, ...]
+
+    @property
+    def differing(self) -> list[tuple[int, str]]:
+        """(step, name of the variant) wherever digest or chain is not that of the reference; empty if the promise holds."""
+        reference = self.variants[0]
+        return [
+            (step, variant.name)
+            for variant in self.variants[1:]
+            for step in range(variant.first, variant.last + 1)
+            if (variant.digest(step), variant.chain(step)) != (reference.digest(step), reference.chain(step))
+        ]
+
+    @property
+    def compared(self) -> int:
+        """How many steps were made a second or third time and compared."""
+        return sum(len(variant.digests) for variant in self.variants[1:])
+
+
+def tell(recipe: Recipe, *, steps: int, runner: str = "threads", say: Callable[[str], None] = lambda _: None) -> Story:
+    """Run the four variants.
+
+    Args:
+        recipe: one whose batches 2, 4 and 8 ranks can share, and whose stream has `steps` steps.
+        steps: at least `LEAST_STEPS`.
+        runner: of the variants in which nothing is killed; a worker can be killed only where workers are processes.
+        say: told in a sentence what is being done.
+
+    Raises:
+        UserError: too few steps.
+        SystemFault: the stream ended early, or there was no worker to kill.
+        RecipeError, SourceError, StorageError, RunnerError: as `Stream`.
+    """
+    if steps < LEAST_STEPS:
+        raise UserError(f"steps={steps}: the demo needs at least {LEAST_STEPS}, to kill, to stop and to go on. Use --steps {LEAST_STEPS}")
+    for dp_size in (2, 4, 8):
+        recipe.check_dp(0, dp_size)
+    telling = _Telling(recipe, runner, say)
+    kill, stop = steps // 3, 2 * steps // 3
+    reference, _ = telling.variant("dp 4, in one go", 4, 1, steps)
+    interrupted, state = telling.variant("dp 4, worker killed", 4, 1, stop, kill_after=kill)
+    resumed = [telling.variant(f"resumed at dp {dp_size}", dp_size, stop + 1, steps, state=state)[0] for dp_size in (2, 8)]
+    return Story(recipe=recipe, steps=steps, stopped=stop, state_bytes=len(state), variants=(reference, interrupted, *resumed))
+
+
+class _Telling:
+    """What the variants of a story share."""
+
+    def __init__(self, recipe: Recipe, runner: str, say: Callable[[str], None]) -> None:
+        self._recipe, self._runner, self._say = recipe, runner, say
+        self._prepared: tuple[Job, Identity] = prepare(recipe)
+        self._workers = default_workers(recipe)
+
+    def variant(
+        self, name: str, dp_size: int, first: int, last: int, *, state: bytes | None = None, kill_after: int | None = None
+    ) -> tuple[Variant, bytes]:
+        """Run steps first..last for some ranks. Returns the variant, and the state after it."""
+        runner = self._runner if kill_after is None else "processes"
+        self._say(f"{name}: steps {first} to {last} (runner {runner})")
+        began, cpu = time.monotonic(), _cpu_seconds()
+        ranks = _Ranks(dp_size)
+        killed: Killed | None = None
+        pairs, padding = (0,) * len(self._recipe.sources), 0
+        with _opened(Stream(self._recipe, runner=runner, workers=self._workers, state=state, prepared=self._prepared)) as stream:
+            ranks.chain = stream.state.chain
+            for step in range(first, last + 1):
+                batch = stream.next_batch()
+                if batch is None:
+                    raise SystemFault(f"{name}: the stream ended before step {step}")
+                ranks.take(batch)
+                pairs, padding = batch.pairs, padding + batch.padding
+                if step == kill_after:
+                    killed = Killed(pid=_kill_a_worker(), step=step)
+                    self._say(f"{name}: worker process {killed.pid} killed with SIGKILL after step {step}")
+            after, stats = stream.state_bytes(), stream.stats()
+        variant = Variant(
+            name=name, dp_size=dp_size, runner=runner, first=first, digests=tuple(ranks.digests), chains=tuple(ranks.chains), pairs=pairs,
+            padding=padding, seconds=time.monotonic() - began, cpu_seconds=_cpu_seconds() - cpu, units=stats.units, retries=stats.retries,
+            killed=killed,
+        )  # fmt: skip
+        return variant, after
+
+
+class _Ranks:
+    """All ranks of a variant: each gets its rows, and what they got is hashed and folded again."""
+
+    def __init__(self, dp_size: int) -> None:
+        self._dp_size = dp_size
+        self.chain = bytes(16)
+        self.digests: list[bytes] = []
+        self.chains: list[bytes] = []
+
+    def take(self, batch: GlobalBatch) -> None:
+        rows = [digest for rank in range(self._dp_size) for digest in _row_digests(batch.of_rank(rank, self._dp_size))]
+        digest, self.chain = fold(batch.step, self.chain, rows)
+        self.digests.append(digest)
+        self.chains.append(self.chain)
+
+
+def _row_digests(batch: Batch) -> Iterator[bytes]:
+    """Digests of one rank's rows from copies of its arrays, as a trainer in another process would have them."""
+    arrays = batch.inputs.astype("<u4"), batch.labels.astype("<i4"), batch.positions.astype("<i4")
+    for row in zip(*arrays, strict=True):
+        yield digest128(b"".join(np.ascontiguousarray(part).tobytes() for part in row))
+
+
+@contextmanager
+def _opened(stream: Stream) -> Iterator[Stream]:
+    try:
+        yield stream
+    finally:
+        stream.close()
+
+
+def _kill_a_worker() -> int:
+    """Kill one of this process's worker processes, as the kernel does when memory runs out. Returns its number.
+
+    Raises:
+        SystemFault: there is none.
+    """
+    for pid in sorted(_children()):
+        try:
+            is_worker = _WORKER in Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:  # it ended in the meantime
+            continue
+        if is_worker:
+            os.kill(pid, signal.SIGKILL)
+            return pid
+    raise SystemFault("there is no worker process to kill. The demo looks for one in /proc, which only Linux has")
+
+
+def _children() -> Iterator[int]:
+    for listed in Path("/proc/self/task").glob("*/children"):
+        yield from map(int, listed.read_text().split())
+
+
+def _cpu_seconds() -> float:
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
