@@ -5,11 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 from tokenizers import AddedToken, Tokenizer, decoders
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -68,9 +70,14 @@ def _group(tokeniser: UnitTokeniser, manifest: SourceManifest, number: int) -> I
 
 def texts_of(unit: TokenisedUnit, folder: Path) -> list[str]:
     """The texts of a unit, read back from its ids."""
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = _loaded(str(folder / "tokenizer.json"))
     ids, ends = unit.ids.tolist(), unit.offsets.tolist()
     return [tokenizer.decode(ids[a:b], skip_special_tokens=True) for a, b in pairwise(ends)]
+
+
+@cache
+def _loaded(path: str) -> Tokenizer:
+    return Tokenizer.from_file(path)
 
 
 def read_texts(recipe: Recipe, folder: Path) -> list[list[list[str]]]:
@@ -99,3 +106,18 @@ def put(path: Path, data: bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     return path
+
+
+def as_parquet(texts: Any, **options: Any) -> bytes:
+    sink = pa.BufferOutputStream()
+    table = texts if isinstance(texts, pa.Table) else pa.table({"text": texts})
+    pq.write_table(table, sink, **options)
+    return bytes(sink.getvalue())
+
+
+def as_arrow(*batches: pa.RecordBatch, compression: str | None = None) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, batches[0].schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    return bytes(sink.getvalue())

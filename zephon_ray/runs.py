@@ -8,8 +8,9 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
+from types import TracebackType
 
 import numpy as np
 
@@ -103,50 +104,68 @@ def produce(
         raise UserError(f"steps={steps}: must be 0 or more")
     began, cpu = time.monotonic(), _cpu_seconds()
     prepared = prepare(recipe)
-    writer = None if out is None else _Writer.open(recipe, out, prepared)
-    last = writer.ledger.last if writer else None
-    done = last.step if last else 0
-    first_pairs = last.pairs if last else (0,) * len(recipe.sources)
-    padding, ended, stats = 0, False, None
-    try:
-        if done < steps:
+    with _Writer.open(recipe, out, prepared) if out is not None else nullcontext() as writer:
+        before = writer.ledger.last if writer else None
+        made = _Made(last=before)
+        if made.last_step < steps:
             state, recorded = writer.resume() if writer else (None, None)
             stream = Stream(recipe, runner=runner, workers=workers, state=state, recorded=recorded, prepared=prepared)
             with closing(stream):
-                try:
-                    while stream.state.step < steps and not (stop and stop()):
-                        batch = stream.next_batch()
-                        if batch is None:
-                            ended = True
-                            break
-                        _check_ranks(batch, dp_size)
-                        if writer is None or writer.write(batch):
-                            last, padding = batch.ledger_line, padding + batch.padding
-                            if on_step:
-                                on_step(batch)
-                    stats = stream.stats()
-                finally:
-                    if writer:
-                        writer.save()
-    finally:
-        if writer:
-            writer.ledger.close()
+                _make(stream, steps, writer, dp_size, on_step, stop, made)
+                made.stats = stream.stats()
     if writer:
-        writer.directory.audit("stopped", step=last.step if last else 0, ended=ended)
-    pairs = last.pairs if last else first_pairs
+        writer.directory.audit("stopped", step=made.last_step, ended=made.ended)
+    nothing = (0,) * len(recipe.sources)
+    pairs, pairs_before = made.last.pairs if made.last else nothing, before.pairs if before else nothing
     return RunSummary(
-        first_step=done + 1,
-        last_step=last.step if last else 0,
-        ended=ended,
-        digest=last.digest if last else "",
-        chain=last.chain if last else NO_CHAIN,
+        first_step=(before.step if before else 0) + 1,
+        last_step=made.last_step,
+        ended=made.ended,
+        digest=made.last.digest if made.last else "",
+        chain=made.last.chain if made.last else NO_CHAIN,
         pairs=pairs,
-        made_pairs=tuple(now - before for now, before in zip(pairs, first_pairs, strict=True)),
-        padding=padding,
+        made_pairs=tuple(now - then for now, then in zip(pairs, pairs_before, strict=True)),
+        padding=made.padding,
         seconds=time.monotonic() - began,
         cpu_seconds=_cpu_seconds() - cpu,
-        stats=stats,
+        stats=made.stats,
     )
+
+
+@dataclass(kw_only=True, slots=True)
+class _Made:
+    """What `produce` has made so far."""
+
+    last: LedgerLine | None
+    padding: int = 0
+    ended: bool = False
+    stats: RunnerStats | None = None
+
+    @property
+    def last_step(self) -> int:
+        return self.last.step if self.last else 0
+
+
+def _make(
+    stream: Stream,
+    steps: int,
+    writer: _Writer | None,
+    dp_size: int,
+    on_step: OnStep | None,
+    stop: Callable[[], bool] | None,
+    made: _Made,
+) -> None:
+    while stream.state.step < steps and not (stop and stop()):
+        batch = stream.next_batch()
+        if batch is None:
+            made.ended = True
+            return
+        _check_ranks(batch, dp_size)
+        line = batch.ledger_line
+        if writer is None or writer.write(line, batch.state):
+            made.last, made.padding = line, made.padding + batch.padding
+            if on_step:
+                on_step(batch)
 
 
 def _cpu_seconds() -> float:
@@ -168,7 +187,7 @@ def _check_ranks(batch: GlobalBatch, dp_size: int) -> None:
 
 
 class _Writer:
-    """Writes steps into a run's directory: ledger lines, and a state now and then."""
+    """Writes steps into a run's directory: ledger lines, and a state now and then, and after the last."""
 
     def __init__(self, directory: RunDirectory, ledger: Ledger, identity: Identity, sources: int) -> None:
         self.directory, self.ledger, self._identity, self._sources = directory, ledger, identity, sources
@@ -195,11 +214,11 @@ class _Writer:
     def _recorded(self, state: StreamState | None) -> Recorded:
         return recorded_since(self.ledger, state, self._sources)
 
-    def write(self, batch: GlobalBatch) -> bool:
+    def write(self, line: LedgerLine, state: StreamState) -> bool:
         """Put a step into the ledger; False where it was there already, and equal."""
-        new = self.ledger.append(batch.ledger_line)
-        self._latest = batch.state
-        if batch.step % STATE_EVERY == 0:
+        new = self.ledger.append(line)
+        self._latest = state
+        if line.step % STATE_EVERY == 0:
             self.save()
         return new
 
@@ -210,6 +229,15 @@ class _Writer:
         self.ledger.flush()
         self.directory.states.save(self._latest.step, to_bytes(self._latest, self._identity))
         self._latest = None
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self.save()
+        finally:
+            self.ledger.close()
 
 
 def recorded_since(ledger: LedgerReader, state: StreamState | None, sources: int) -> Recorded:
@@ -259,9 +287,7 @@ def verify(
     found = directory.states.nearest(first - 1, lambda data: from_bytes(data, identity))
     state = from_bytes(found[1], identity) if found else None
     recorded = recorded_since(ledger, state, len(recipe.sources))
-    stream = Stream(
-        recipe, runner=runner, workers=workers, state=found[1] if found else None, recorded=recorded, prepared=(job, identity)
-    )
+    stream = Stream(recipe, runner=runner, workers=workers, state=found[1] if found else None, recorded=recorded, prepared=(job, identity))
     with closing(stream):
         for line in ledger.lines(stream.state.step + 1, last):
             _compare(line, stream.next_batch(), on_step)

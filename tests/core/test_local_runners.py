@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -96,8 +97,8 @@ class TestThreads(RunnerSuite):
 
 
 class TestProcesses(RunnerSuite):
-    positions_step = 9
-    opens = 4
+    positions_step = 25  # a process takes half a second to start
+    opens = 3
 
     def make(self) -> Runner:
         return ProcessesRunner(2)
@@ -117,6 +118,18 @@ class TestProcesses(RunnerSuite):
                 if child.is_running():
                     child.resume()
 
+    @pytest.mark.fault
+    def test_closing_waits_for_no_worker_that_is_stuck(self, mixed_job: Job) -> None:
+        runner = self.started(self.make(), mixed_job)
+        runner.allow(1, 1)
+        take_all(runner)
+        with self._stopped():
+            runner.allow(1, 3)
+            with pytest.raises(RunnerError, match="in the making"):
+                runner.take(0.5)
+            runner.close()
+            assert children() == []
+
 
 @pytest.mark.long
 class TestProcessesThirtyTimes(TestProcesses):
@@ -131,7 +144,7 @@ class TestProcessesThirtyTimes(TestProcesses):
 def slow_job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """A unit takes long enough to be met in the making."""
     folder = tmp_path_factory.mktemp("slow")
-    files = {f"s/{name}.jsonl": lines([seed], 300_000) for seed, name in enumerate("ab")}
+    files = {f"s/{name}.jsonl": lines([seed], 150_000) for seed, name in enumerate("ab")}
     return job_of(folder, files, [{"name": "s", "uri": "s", "epochs": 2}], unit_bytes=1 << 24, shuffle={"groups": False})
 
 
@@ -147,7 +160,7 @@ def reading() -> list[psutil.Process]:
     return found
 
 
-def want_of(job: Job) -> list[TokenisedUnit]:
+def all_units(job: Job) -> list[TokenisedUnit]:
     return [unit for _, units in walk(job, 0, ALL)[0] for unit in units]
 
 
@@ -159,13 +172,13 @@ def test_a_worker_that_is_killed_inside_a_unit_changes_nothing(slow_job: Job) ->
         eventually(lambda: len(reading()) == 2, "both workers are inside a unit")
         for child in reading():
             child.kill()
-        same(take_all(runner), want_of(slow_job))
+        same(take_all(runner), all_units(slow_job))
         assert runner.stats().retries == 2
 
 
 @pytest.mark.fault
 def test_a_worker_that_is_killed_between_two_units_changes_nothing(mixed_job: Job) -> None:
-    want = walk(mixed_job, 1, 9)[0]
+    want = walk(mixed_job, 1, 3)[0]
     with ProcessesRunner(2) as runner:
         runner.start(mixed_job, begin(mixed_job))
         for allowed, (_, units) in enumerate(want, 1):
@@ -174,6 +187,7 @@ def test_a_worker_that_is_killed_between_two_units_changes_nothing(mixed_job: Jo
             for child in children():
                 child.kill()
                 child.wait(WAIT_S)
+        assert runner.stats().retries == 0
 
 
 @pytest.mark.fault
@@ -216,15 +230,15 @@ def test_signals_to_the_whole_job_do_not_stop_the_workers(slow_job: Job) -> None
         runner.start(slow_job, begin(slow_job))
         runner.allow(0, ALL)
         eventually(lambda: len(children()) == 2, "both workers are there")
-        # From their first moment on, while Python itself still starts.
-        while len(reading()) < 2:
-            for child in children():
-                for number in SIGNALS:
-                    child.send_signal(number)
-        for child in reading():
-            for number in SIGNALS:
+
+        def signalled() -> list[psutil.Process]:
+            for child, number in itertools.product(children(), SIGNALS):
                 child.send_signal(number)
-        same(take_all(runner), want_of(slow_job))
+            return reading()
+
+        # From their first moment on, while Python itself still starts, until they are inside a unit.
+        eventually(lambda: len(signalled()) == 2, "both workers are inside a unit")
+        same(take_all(runner), all_units(slow_job))
         assert runner.stats().retries == 0
 
 
@@ -238,7 +252,7 @@ from zephon_ray.runners import make_runner
 
 recipe = load_recipe(sys.argv[1])
 job, _ = prepare(recipe)
-runner = make_runner("processes", 2)
+runner = make_runner(sys.argv[3], 2)
 runner.start(job, [SourceCursor(recipe, manifest).position for manifest in job.manifests])
 runner.allow(0, 10**6)
 print("started", flush=True)
@@ -252,12 +266,12 @@ print("end", flush=True)
 """
 
 
-def script(job: Job, how: str) -> subprocess.Popen[str]:
+def script(job: Job, how: str, runner: str = "processes") -> subprocess.Popen[str]:
     """A user's script, started, whose workers are about to work."""
     recipe = Path(job.recipe.folder) / "recipe.yaml"
     recipe.write_text(job.recipe.to_yaml(), encoding="utf-8")
     pipe = subprocess.PIPE
-    process = subprocess.Popen([sys.executable, "-c", PARENT, str(recipe), how], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    process = subprocess.Popen([sys.executable, "-c", PARENT, str(recipe), how, runner], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "started\n"
     return process
@@ -310,9 +324,9 @@ def test_workers_end_with_their_parent_even_if_a_forked_child_of_it_lives(mixed_
         os.close(end)
 
 
-@pytest.mark.parametrize(("how", "code"), [("end", 0), ("raise", 1)])
-def test_a_script_that_ends_without_closing_ends_cleanly(slow_job: Job, how: str, code: int) -> None:
-    parent = script(slow_job, how)
+@pytest.mark.parametrize(("how", "code", "runner"), [("end", 0, "threads"), ("end", 0, "processes"), ("raise", 1, "processes")])
+def test_a_script_that_ends_without_closing_ends_cleanly(slow_job: Job, how: str, code: int, runner: str) -> None:
+    parent = script(slow_job, how, runner)
     out, err = parent.communicate(timeout=WAIT_S)
     assert parent.returncode == code, err
     assert (out, err.count("Traceback")) == ("end\n" if code == 0 else "", code)

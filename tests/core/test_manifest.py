@@ -6,6 +6,7 @@ import json
 import pickle
 import random
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,7 +23,7 @@ from zephon_ray.storage import Listed, Storage
 LINE = json_lines(["a text"])
 
 
-def paths(folder: Path, uri: str, **source: str) -> list[str]:
+def paths(folder: Path, uri: str, **source: Any) -> list[str]:
     return [shard.path for shard in manifest_of(a_source(folder, uri, **source)).shards]
 
 

@@ -94,7 +94,8 @@ def position_after(recipe: Recipe, source: Source, windows: int) -> Position:
 @given(data=st.data())
 def test_any_workers_make_the_allowed_windows_and_nothing_else(data: st.DataObject, folder: Path) -> None:
     parts = data.draw(st.lists(shards, min_size=1, max_size=3))
-    recipe = recipe_of(data.draw(st.lists(st.sampled_from([1, 2, None]), min_size=len(parts), max_size=len(parts))), data.draw(st.integers(1, 4)), folder)
+    epochs = data.draw(st.lists(st.sampled_from([1, 2, None]), min_size=len(parts), max_size=len(parts)))
+    recipe = recipe_of(epochs, data.draw(st.integers(1, 4)), folder)
     sources = [Source(number, part) for number, part in enumerate(parts)]
     starts = [position_after(recipe, source, data.draw(st.integers(0, 9))) for source in sources]
     workers = data.draw(st.integers(1, 4))
@@ -120,6 +121,9 @@ def test_any_workers_make_the_allowed_windows_and_nothing_else(data: st.DataObje
             assert owners.setdefault(work.task.key[:3], worker) == worker
         return True
 
+    def begin_all() -> int:
+        return sum(begin(worker) for worker in range(workers) if worker not in busy)
+
     for _ in range(data.draw(st.integers(1, 25))):
         action, number = data.draw(st.integers(0, 2)), data.draw(st.integers(0, 11))
         if action == 0:
@@ -129,7 +133,7 @@ def test_any_workers_make_the_allowed_windows_and_nothing_else(data: st.DataObje
             finish(number % workers)
         else:
             begin(number % workers)
-    while busy or any([begin(worker) for worker in range(workers) if worker not in busy]):
+    while begin_all() or busy:
         for worker in list(busy):
             finish(worker)
     assert schedule.unmade == 0

@@ -6,6 +6,7 @@ It is made once. A stamp says what it was made with and what its files are; whil
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import platform
 import sys
@@ -110,6 +111,7 @@ def build_corpus(folder: Path, size: CorpusSize | None = None, say: Callable[[st
         "builder": BUILDER,
         "python": platform.python_version(),
         "tokenizers": tokenizers.__version__,
+        "recipe": _recipe(size).decode(),
         "size": {name: getattr(size, name) for name in CorpusSize.__dataclass_fields__},
     }
     stamp = _stamp(folder)
@@ -155,8 +157,7 @@ def _build(folder: Path, size: CorpusSize, say: Callable[[str], None]) -> dict[s
     say(f"training a tokenizer of {size.vocabulary} ids")
     sample = [*_sample(code.documents, size.sample_bytes * 2 // 3), *_sample(prose.documents, size.sample_bytes // 3)]
     files["tokenizer.json"] = _tokenizer(sample, size.vocabulary)
-    numbers = {"sequence_length": size.sequence_length, "global_batch_size": size.global_batch_size}
-    files["recipe.yaml"] = _RECIPE.format(**numbers).encode()
+    files["recipe.yaml"] = _recipe(size)
     for name, data in files.items():
         _write(folder, name, data)
     sources = {"code": code, "prose": prose}
@@ -168,13 +169,17 @@ def _build(folder: Path, size: CorpusSize, say: Callable[[str], None]) -> dict[s
     }
 
 
+def _recipe(size: CorpusSize) -> bytes:
+    return _RECIPE.format(sequence_length=size.sequence_length, global_batch_size=size.global_batch_size).encode()
+
+
 def _write(folder: Path, name: str, data: bytes) -> None:
     Storage(StorageSpec()).write_bytes(str(folder.absolute() / name), data)
 
 
 def _parts(documents: Sequence[Text], count: int) -> list[Sequence[Text]]:
     edges = [i * len(documents) // count for i in range(count + 1)]
-    return [documents[a:b] for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    return [documents[a:b] for a, b in itertools.pairwise(edges)]
 
 
 def _parquet(documents: Sequence[Text]) -> bytes:

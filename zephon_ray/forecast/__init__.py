@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zephon_ray.forecast.needs import Forecast, Ranks, SourceForecast, forecast
+from zephon_ray.forecast.needs import Forecast, Ranks, SourceForecast, forecast, mixture_bound
 from zephon_ray.forecast.samples import Sample, sample_sources
 
-__all__ = ["Forecast", "Ranks", "Sample", "SourceForecast", "forecast", "sample_sources"]
+__all__ = ["Forecast", "Ranks", "Sample", "SourceForecast", "forecast", "mixture_bound", "sample_sources"]

@@ -195,7 +195,7 @@ def _source(recipe: Recipe, manifest: SourceManifest, sample: Sample, target: fl
     window_bytes = slots * sample.source_bytes / max(1, sample.source_units)
     window_pairs = max(1.0, window_bytes * density)
     windows = max(1, ceil(sample.source_bytes / max(1.0, window_bytes)))
-    bound = _bound(recipe, target)
+    bound = mixture_bound(recipe, target)
     start = ceil(a_step / window_pairs)
     restore = min(1 + ceil(_spread(recipe, sample, bound) / window_pairs), windows + 1)
     epochs = recipe.sources[manifest.source].epochs
@@ -225,7 +225,7 @@ def _source(recipe: Recipe, manifest: SourceManifest, sample: Sample, target: fl
     )
 
 
-def _bound(recipe: Recipe, target: float) -> int:
+def mixture_bound(recipe: Recipe, target: float) -> int:
     """Pairs that a lane can be away from its due of a source at most: see `docs/contract.md`, mixing."""
     return ceil((recipe.max_piece_pairs + recipe.sequence_length) * (1 + target * (len(recipe.sources) - 2)))
 

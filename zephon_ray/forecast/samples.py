@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -67,7 +67,7 @@ class Sample:
 
 
 def sample_sources(job: Job) -> list[Sample]:
-    """Tokenise the first unit of the first groups of each source, in the order of its first epoch.
+    """Tokenise the first units with documents of some groups of each source, those of its first window before others.
 
     Raises:
         SourceError: a source has no document there, or cannot be read.
@@ -78,23 +78,19 @@ def sample_sources(job: Job) -> list[Sample]:
 
 
 def _sample(job: Job, manifest: SourceManifest, options: Options) -> Sample:
-    cursor = SourceCursor(job.recipe, manifest)
     found: list[tuple[TokenisedUnit, _Raw]] = []
-    looked = 0
-    for task in cursor.tasks()[:TRIES]:
-        tokeniser = UnitTokeniser(options)  # a new one each, so that its counters are those of the group
-        try:
-            unit, looked = tokeniser.tokenise(UnitTask(group=task.group, epoch=0, unit=0)), looked + 1
-            if unit.documents:
-                found.append((unit, _raw(Storage(options.storage), task.group, unit, tokeniser.counters.bytes_read)))
-        finally:
-            tokeniser.close()
-        if len(found) >= ENOUGH_UNITS and sum(unit.text_bytes for unit, _ in found) >= ENOUGH_BYTES:
+    tries = TRIES
+    for group in _groups(job, manifest):
+        unit, raw, looked = _first_with_documents(group, options, tries)
+        tries -= looked
+        if unit is not None and raw is not None:
+            found.append((unit, raw))
+        if not tries or (len(found) >= ENOUGH_UNITS and sum(unit.text_bytes for unit, _ in found) >= ENOUGH_BYTES):
             break
     if not found:
         raise SourceError(
-            f"source {manifest.name!r}: no document in the first unit of the {looked} groups that were looked at, so nothing can be"
-            " estimated. Look at text_field, or read all of it: zephon-ray validate --deep"
+            f"source {manifest.name!r}: no document in the {TRIES - tries} units that were looked at, so nothing can be estimated."
+            " Look at text_field, or read all of it: zephon-ray validate --deep"
         )
     sizes = [size for shard in manifest.shards for size in _group_sizes(shard, manifest.unit_bytes, found)]
     raw_bytes, documents = sum(raw.unit_bytes for _, raw in found), sum(unit.documents for unit, _ in found)
@@ -114,6 +110,29 @@ def _sample(job: Job, manifest: SourceManifest, options: Options) -> Sample:
         stored_bytes=round(sum(sizes) * min(1.0, stored)),
         largest_groups=tuple(_largest_streams(job, manifest, found)),
     )
+
+
+def _groups(job: Job, manifest: SourceManifest) -> Iterator[Group]:
+    """The groups of the first window, then the others."""
+    first = [task.group for task in SourceCursor(job.recipe, manifest).tasks()]
+    yield from first
+    seen = {group.group for group in first}
+    yield from (manifest.group(number) for number in range(manifest.num_groups) if number not in seen)
+
+
+def _first_with_documents(group: Group, options: Options, tries: int) -> tuple[TokenisedUnit | None, _Raw | None, int]:
+    """The first unit of a group that has documents, and how many units were looked at for it."""
+    tokeniser = UnitTokeniser(options)  # a new one each, so that its counters are those of the group
+    try:
+        for number in range(tries):
+            unit = tokeniser.tokenise(UnitTask(group=group, epoch=0, unit=number))
+            if unit.documents:
+                return unit, _raw(Storage(options.storage), group, unit, tokeniser.counters.bytes_read), number + 1
+            if unit.last:
+                return None, None, number + 1
+        return None, None, tries
+    finally:
+        tokeniser.close()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,7 +160,7 @@ def _raw(storage: Storage, group: Group, unit: TokenisedUnit, bytes_read: int) -
         # Cut by rows, not by bytes, so a unit may hold far more or less text than its part of the group.
         part = unit.text_bytes + _LENGTH_BYTES * unit.documents
     else:
-        part = size if unit.last else min(group.unit_bytes, size)
+        part = size - unit.unit * group.unit_bytes if unit.last else min(group.unit_bytes, size)
     return _Raw(unit_bytes=max(1, part), group_bytes=max(1, size), stored_bytes=stored, kind=(shard.format, shard.compression))
 
 

@@ -187,8 +187,15 @@ class UnitReader:
         metadata, column = self._footers[group.shard.url] = footer
         if len(self._footers) > MAX_FILES:
             self._footers.popitem(last=False)
-        # Without a buffer a column chunk is fetched whole: one request, best where the group is one unit anyway.
-        parquet = pq.ParquetFile(file, metadata=metadata, buffer_size=STREAM_BUFFER if units > 1 else 0)
+        # A chunk is fetched whole where the group is one unit anyway, else page by page: pre_buffer would hold all of it.
+        whole = units == 1
+        parquet = pq.ParquetFile(
+            file,
+            metadata=metadata,
+            pre_buffer=whole,
+            buffer_size=0 if whole else STREAM_BUFFER,
+            page_checksum_verification=True,
+        )
         self.counters.bytes_read += metadata.row_group(group.ordinal).column(column.leaf).total_compressed_size
         blocks = parquet_units(parquet, column, group.ordinal, units)
 
@@ -226,10 +233,11 @@ class UnitReader:
 
     def _open(self, shard: Shard, *, read_ahead: int = 0, mapped: bool = False) -> pa.NativeFile:
         file = self._storage.open_input(shard.url, read_ahead=read_ahead, mapped=mapped)
-        if file.size() != shard.size:
+        size = file.size()
+        if size != shard.size:
             file.close()
             raise DataChangedError(
-                f"shard {shard.path} ({shard.url}): {file.size()} bytes where the manifest has {shard.size}. It was changed in place."
+                f"shard {shard.path} ({shard.url}): {size} bytes where the manifest has {shard.size}. It was changed in place."
             )
         return file
 

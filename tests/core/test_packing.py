@@ -1,0 +1,121 @@
+"""Packing and dealing as properties: against naive forms that a reader can check by eye."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zephon_ray.hashing import extend_key64, key64
+from zephon_ray.plan.dealing import Dealer, SourceStart
+from zephon_ray.plan.packing import PADDING, best_fit_rows, lay_fills, lay_padding, lay_wrap
+from zephon_ray.plan.pieces import PIECE, UnitShape, cut_pieces
+from zephon_ray.plan.windows import Position
+
+sizes = st.lists(st.integers(1, 40), min_size=1, max_size=60)
+NOWHERE = Position(epoch=0, window=0, places=())
+
+
+def pieces_of(lanes: list[int], pairs: list[int]) -> np.ndarray:
+    pieces = np.zeros(len(pairs), PIECE)
+    pieces["lane"], pieces["pairs"], pieces["start"] = lanes, pairs, np.cumsum([0, *pairs])[:-1] + np.arange(len(pairs))
+    return pieces
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=5), st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=9))
+def test_keys_of_arrays_are_the_keys_of_their_numbers(parts: list[int], last: list[int]) -> None:
+    got = extend_key64(key64(*parts), np.array(last, np.int64), np.array(last[::-1], np.int64))
+    assert got.tolist() == [key64(*parts, a, b) for a, b in zip(last, last[::-1], strict=True)]
+
+
+@given(sizes, st.integers(40, 64))
+def test_best_fit_puts_each_piece_where_the_contract_says(pairs: list[int], length: int) -> None:
+    room: list[int] = []
+    rows: list[list[int]] = []
+    for i in sorted(range(len(pairs)), key=lambda i: (-pairs[i], i)):
+        fits = sorted((room[r], r) for r in range(len(rows)) if room[r] >= pairs[i])
+        r = fits[0][1] if fits else len(rows)
+        if not fits:
+            room.append(length)
+            rows.append([])
+        room[r] -= pairs[i]
+        rows[r].append(i)
+    assert best_fit_rows(pairs, length) == [sorted(members) for members in rows]
+
+
+@given(sizes, st.integers(1, 50), st.data())
+def test_wrap_covers_each_lanes_line_without_gap_or_overlap(pairs: list[int], length: int, data: st.DataObject) -> None:
+    lanes = sorted(data.draw(st.lists(st.integers(0, 2), min_size=len(pairs), max_size=len(pairs))))
+    tails = np.array(data.draw(st.lists(st.integers(-30, 100), min_size=3, max_size=3)), np.int64)
+    before = tails.copy()
+    laid = lay_wrap(pieces_of(lanes, pairs), tails, length)
+    assert tails.tolist() == [int(b) + sum(p for p, n in zip(pairs, lanes, strict=True) if n == lane) for lane, b in enumerate(before)]
+    assert (laid.pieces["done"] - laid.pieces["begun"]).tolist() == pairs
+    for lane in range(3):
+        own = laid.segments[laid.segments["lane"] == lane]
+        covered = [x for s in own for x in range(int(s["at"]), int(s["at"] + s["pairs"]))]
+        assert covered == list(range(max(0, int(before[lane])), max(int(tails[lane]), max(0, int(before[lane])))))
+    inside = laid.segments["at"] // length == (laid.segments["at"] + laid.segments["pairs"] - 1) // length
+    assert inside.all(), "a segment lies in one row"
+    for s in laid.segments:  # every pair is at its piece's place
+        of = laid.pieces[(laid.pieces["lane"] == s["lane"]) & (laid.pieces["begun"] <= s["at"]) & (laid.pieces["done"] > s["at"])][0]
+        assert s["start"] - of["start"] == s["at"] - of["begun"]
+
+
+@given(st.lists(sizes, min_size=1, max_size=4), st.integers(40, 50))
+def test_fills_give_whole_rows_with_every_pair_once(fills: list[list[int]], length: int) -> None:
+    pairs = [p for fill in fills for p in fill]
+    tails = np.zeros(1, np.int64)
+    laid = lay_fills(pieces_of([0] * len(pairs), pairs), np.array([len(f) for f in fills]), tails, length)
+    assert tails[0] % length == 0
+    covered = sorted((int(s["at"]), int(s["at"] + s["pairs"])) for s in laid.segments)
+    assert covered[0][0] == 0
+    assert covered[-1][1] == tails[0]
+    assert all(a[1] == b[0] for a, b in zip(covered, covered[1:], strict=False))
+    real = laid.segments[laid.segments["pool"] != PADDING]
+    assert sorted(real["start"].tolist()) == sorted(laid.pieces["start"].tolist())
+    assert (np.diff(np.unique(laid.pieces["begun"])) > 0).all()
+
+
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=4), st.integers(1, 9), st.integers(0, 12))
+def test_padding_fills_up_to_the_end(tails: list[int], length: int, rows: int) -> None:
+    segments = lay_padding(np.arange(len(tails)), np.array(tails), rows * length, length)
+    for lane, tail in enumerate(tails):
+        own = segments[segments["lane"] == lane]
+        assert [x for s in own for x in range(s["at"], s["at"] + s["pairs"])] == list(range(tail, rows * length))
+    assert (segments["at"] // length == (segments["at"] + segments["pairs"] - 1) // length).all()
+
+
+def dealer(lanes: int, keep: range | None = None) -> Dealer:
+    zeros = np.zeros(lanes, np.int64)
+    start = SourceStart(position=NOWHERE, dealt=zeros, windows=zeros, indices=zeros, counts=zeros)
+    return Dealer(source=0, share=1 << 19, keep=keep or range(lanes), start=start, partial=np.zeros(lanes, np.bool_))
+
+
+@given(st.lists(sizes, min_size=1, max_size=5), st.integers(1, 9))
+def test_dealing_gives_each_piece_to_the_lane_with_the_fewest_pairs(windows: list[list[int]], lanes: int) -> None:
+    """One window at a time or all at once, whole or a part of the lanes: the same."""
+
+    def cut(*some: list[int]):  # type: ignore[no-untyped-def]
+        shapes = [
+            UnitShape(window=w, epoch=0, group=0, unit=0, offsets=np.cumsum([0, *(p + 1 for p in pairs)])) for w, pairs in enumerate(some)
+        ]
+        return cut_pieces(shapes, seed=1, source=0, max_pairs=1000, shuffled=False)
+
+    dealt, expected = [0] * lanes, []
+    for w, pairs in enumerate(windows):
+        for p in pairs:
+            lane = min(range(lanes), key=lambda n: (dealt[n], n))
+            expected.append((lane, w, dealt[lane] * 2, p))
+            dealt[lane] += p
+    whole = dealer(lanes).deal(cut(*windows), [NOWHERE] * len(windows), NOWHERE, 0)
+    one, part = dealer(lanes), dealer(lanes, range(lanes // 2, lanes))
+    singly = [one.deal(cut(w), [NOWHERE], NOWHERE, 0) for w in windows]
+    kept = part.deal(cut(*windows), [NOWHERE] * len(windows), NOWHERE, 0)
+    columns = ["lane", "window", "virtual_time", "pairs"]
+    assert sorted(expected) == sorted(whole[columns].tolist())
+    assert sorted(expected) == sorted(row for pieces in singly for row in pieces[columns].tolist())
+    assert [row for row in sorted(expected) if row[0] >= lanes // 2] == sorted(kept[columns].tolist())
+    assert max(dealt) - min(dealt) <= 40
+    position, before = one.start_of(len(windows))
+    assert (before + min(dealt)).tolist() == dealt

@@ -1,0 +1,204 @@
+"""The commands of zephon-ray: what they are called, what they take, and what help says of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+import zephon_ray
+from zephon_ray.cli import faults
+
+_PROGRAM = "zephon-ray"
+_USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
+"""The usage errors of the parser that typer brings along; it has no public name for them."""
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
+
+
+class RunnerName(StrEnum):
+    """Who reads and tokenises."""
+
+    INLINE = "inline"
+    THREADS = "threads"
+    PROCESSES = "processes"
+    RAY = "ray"
+
+
+class DemoRunner(StrEnum):
+    """The same, of the demo."""
+
+    THREADS = "threads"
+    PROCESSES = "processes"
+
+
+RecipePath = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file.", show_default=False)]
+Overrides = Annotated[
+    list[str],
+    typer.Option(
+        "--set", metavar="PATH=VALUE", help="Override a field, as lanes=4 or sources.web.weight=0.5. Repeatable.", show_default=False
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, errors too.")]
+Runner = Annotated[RunnerName | None, typer.Option(help="Who reads and tokenises; by default the recipe's.", show_default=False)]
+Workers = Annotated[
+    int | None, typer.Option(min=1, help="Threads or processes of the runner; by default the recipe's.", show_default=False)
+]
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    """LLM training data made while the model trains: the same bytes on any number of ranks, workers and restarts, with a proof.
+
+    Exit codes: 0 all is well, 1 a difference was found, 2 a mistake of yours, 3 a fault of the system, 130 interrupted.
+    """
+    if version:
+        sys.stdout.write(f"{_PROGRAM} {zephon_ray.__version__}\n")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        sys.stdout.write(context.get_help() + "\n")
+
+
+@app.command(epilog="Example: zephon-ray demo --steps 60")
+def demo(
+    directory: Annotated[str, typer.Option("--dir", help="Where corpus, tokenizer and recipe are kept.")] = ".demo",
+    steps: Annotated[int, typer.Option(min=6, help="Steps of the uninterrupted run.")] = 60,
+    runner: Annotated[DemoRunner, typer.Option(help="Of the runs in which no worker is killed.")] = DemoRunner.THREADS,
+    json: Json = False,
+) -> int:
+    """Make a small real corpus, run it, kill a worker, stop, resume at other dp sizes, and compare all digests."""
+    from zephon_ray.cli.demo import demonstrate
+
+    return demonstrate(directory, steps, runner.value, as_json=json)
+
+
+@app.command(epilog="Example: zephon-ray validate recipe.yaml --dp-size 16 --deep")
+def validate(
+    recipe: RecipePath,
+    deep: Annotated[bool, typer.Option("--deep", help="Read and tokenise one epoch of every source too.")] = False,
+    dp_size: Annotated[
+        list[int], typer.Option(metavar="N", help="A number of ranks that must be possible. Repeatable.", show_default=False)
+    ] = [],  # noqa: B006
+    overrides: Overrides = [],  # noqa: B006
+    json: Json = False,
+) -> int:
+    """Check recipe, tokenizer, special tokens, shards, footers and dp sizes; with --deep every record too."""
+    from zephon_ray.cli.validate import check
+
+    return check(recipe, overrides, dp_size, deep=deep, as_json=json)
+
+
+@app.command(epilog="Example: zephon-ray index recipe.yaml --out manifests")
+def index(
+    recipe: RecipePath,
+    out: Annotated[str | None, typer.Option(metavar="DIR", help="Write the manifests there, a file a source.", show_default=False)] = None,
+    overrides: Overrides = [],  # noqa: B006
+    json: Json = False,
+) -> int:
+    """List the shards of every source, and what their names, sizes and footers say. No text is read."""
+    from zephon_ray.cli.index import list_sources
+
+    return list_sources(recipe, overrides, out, as_json=json)
+
+
+@app.command(epilog="Example: zephon-ray plan recipe.yaml --gpus 8,16,64 --tokens-per-second 2e6")
+def plan(
+    recipe: RecipePath,
+    gpus: Annotated[str, typer.Option(metavar="N,N,...", help="Numbers of data-parallel ranks to look at.", show_default=False)] = "",
+    tokens_per_second: Annotated[
+        float | None, typer.Option(help="What training takes; tells cores and bandwidth.", show_default=False)
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Length of the run that is planned.")] = 1000,
+    cpu_per_mtok: Annotated[float, typer.Option(help="CPU seconds that a million tokens take: an assumption; `run` measures it.")] = 1.6,
+    overrides: Overrides = [],  # noqa: B006
+    json: Json = False,
+) -> int:
+    """Estimate what a run will need, from manifests and a sample of each source."""
+    from zephon_ray.cli.plan import look_ahead
+
+    return look_ahead(recipe, overrides, gpus, tokens_per_second, steps, cpu_per_mtok, as_json=json)
+
+
+@app.command(epilog="Example: zephon-ray run recipe.yaml --steps 1000 --out runs/first")
+def run(
+    recipe: RecipePath,
+    steps: Annotated[int, typer.Option(min=1, help="Go on up to and including this step.", show_default=False)],
+    out: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="The run's directory (a path or URL); one that exists is continued.", show_default=False),
+    ] = None,
+    runner: Runner = None,
+    workers: Workers = None,
+    dp_size: Annotated[int, typer.Option(min=1, help="Cut the batches for so many ranks, and check what each gets.")] = 1,
+    print_digests: Annotated[bool, typer.Option("--print-digests", help="Print a line a step: step, digest, chain.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary.")] = False,
+    overrides: Overrides = [],  # noqa: B006
+    json: Json = False,
+) -> int:
+    """Make global batches and their ledger. TERM and Ctrl-C finish the step in hand and save the state."""
+    from zephon_ray.cli.run import Wanted, make
+
+    wanted = Wanted(
+        recipe=recipe, overrides=tuple(overrides), steps=steps, out=out, runner=runner.value if runner else None, workers=workers,
+        dp_size=dp_size, print_digests=print_digests, quiet=quiet, as_json=json,
+    )  # fmt: skip
+    return make(wanted)
+
+
+@app.command(epilog="Example: zephon-ray verify runs/first --steps 100:200")
+def verify(
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="The directory of a run.", show_default=False)],
+    steps: Annotated[str, typer.Option(metavar="A:B", help="Steps A to B; by default all.", show_default=False)] = "",
+    recipe: Annotated[
+        str | None, typer.Option(metavar="RECIPE", help="Where the data or tokenizer lie now, if they moved.", show_default=False)
+    ] = None,
+    runner: Runner = None,
+    workers: Workers = None,
+    overrides: Overrides = [],  # noqa: B006
+    json: Json = False,
+) -> int:
+    """Make the steps of a run again from the nearest state, and compare them with its ledger."""
+    from zephon_ray.cli.verify import compare
+
+    return compare(directory, steps, recipe, overrides, runner.value if runner else None, workers, as_json=json)
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Run a command line (without the program's name). Returns the exit code; nothing is raised."""
+    as_json = "--json" in arguments
+    command = typer.main.get_command(app)
+    try:
+        # Not `app()`, which ends the process with 1 (here: a difference) where a pipe was closed.
+        with command.make_context(_PROGRAM, list(arguments)) as context:
+            code = command.invoke(context)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except typer.Exit as end:
+        return end.exit_code
+    except _USAGE_ERROR as error:
+        failed = getattr(error, "ctx", None)
+        usage = "" if failed is None else f"{failed.get_usage()}\nTry '{failed.command_path} --help'."
+        return faults.tell_usage(error.format_message(), usage, as_json=as_json)  # type: ignore[attr-defined]
+    except (KeyboardInterrupt, typer.Abort):
+        sys.stderr.write("zephon-ray: interrupted\n")
+        return faults.INTERRUPTED
+    except BrokenPipeError:
+        faults.mute_stdout()
+        return faults.BROKEN_PIPE
+    except Exception as error:  # noqa: BLE001  told in full, and an exit code of its own
+        return faults.tell_error(error, as_json=as_json)
+
+
+def main() -> None:
+    """The entry point of `zephon-ray`."""
+    sys.exit(run_command(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()
