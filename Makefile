@@ -7,7 +7,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 PYTEST := $(BIN)/python -m pytest
-NOTEBOOKS = $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all check bench format clean
@@ -25,10 +24,10 @@ demo: $(VENV)/.installed
 	$(BIN)/zephon-ray demo
 
 test: $(VENV)/.installed-dev
-	$(PYTEST) --numprocesses 2 --nbmake tests $(NOTEBOOKS)
+	$(PYTEST) --numprocesses 2 tests
 
 test-all: $(VENV)/.installed-dev
-	$(PYTEST) --numprocesses 2 --nbmake --timeout 3600 -m 'not bench' tests $(NOTEBOOKS)
+	$(PYTEST) --numprocesses 2 --timeout 3600 -m 'not bench' tests
 
 bench: $(VENV)/.installed-dev
 	$(PYTEST) --capture no --timeout 3600 -m bench tests

@@ -90,7 +90,7 @@ texts: st.SearchStrategy[str | None] = st.one_of(
     st.builds(_prose, st.integers(0, 10**6), st.integers(1, 12)),
     st.builds(_prose, st.integers(0, 10**6), st.integers(1, 40)),
     st.sampled_from(["", "x", "é", " ", "a b", None, EOS, f"one {EOS}two{BOS}", "nul \0 and \u2028", "tab\tand\r\nline"]),
-    st.text(st.characters(exclude_categories=("Cs",)), max_size=8),
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
 )
 """Ordinary documents, and empty ones, nulls, of one id, with specials spelled out, with control characters."""
 
@@ -303,4 +303,5 @@ def corpora(draw: st.DrawFn) -> Corpus:
 
 def steps_worth(recipe: dict[str, Any], pairs: int = 8000) -> int:
     """How many steps to run of a recipe: about `pairs` pairs, at least 3 and at most 120 steps."""
-    return min(120, max(3, pairs // (recipe["global_batch_size"] * recipe["sequence_length"])))
+    a_step: int = recipe["global_batch_size"] * recipe["sequence_length"]
+    return min(120, max(3, pairs // a_step))

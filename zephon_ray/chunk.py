@@ -144,9 +144,7 @@ class Chunk:
         self._pools, self._pad_id, self._wraps = pools, pad_id, wraps
         mine = slice(lanes.start, lanes.stop)
         self._ends = [
-            _End(source=d.source, times=d.end_times[mine], window=d.next_window)
-            for d in dealers
-            if d.end_times is not None and not stops
+            _End(source=d.source, times=d.end_times[mine], window=d.next_window) for d in dealers if d.end_times is not None and not stops
         ]
         step = segments["at"] // self._span
         order = np.argsort(step, kind="stable")

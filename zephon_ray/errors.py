@@ -1,18 +1,18 @@
 """Every error that the package raises on purpose, one class per decision a caller can make.
 
-    ZephonError
-    ├── UserError              exit 2: mend the input and try again
-    │   ├── RecipeError        the recipe is wrong; `problems` lists everything that is
-    │   ├── SourceError        a source cannot be read as the recipe says (no shard, no document, broken file)
-    │   │   └── BadRecordError one record is bad and the recipe says `on_bad_record: fail` (or too many are)
-    │   ├── StateError         a state (checkpoint) is damaged, or belongs to another run
-    │   └── RunDirectoryError  a run's directory cannot be continued as it is
-    ├── DifferenceError        exit 1: something that must be equal is not
-    │   ├── ReplayError        a step made again differs from the ledger
-    │   └── DataChangedError   a unit's text is not what it was when the ledger recorded it
-    └── SystemFault            exit 3: the machine, not the user
-        ├── StorageError       a store goes on refusing after all retries
-        └── RunnerError        workers go on dying, or gave nothing in time
+ZephonError
+├── UserError              exit 2: mend the input and try again
+│   ├── RecipeError        the recipe is wrong; `problems` lists everything that is
+│   ├── SourceError        a source cannot be read as the recipe says (no shard, no document, broken file)
+│   │   └── BadRecordError one record is bad and the recipe says `on_bad_record: fail` (or too many are)
+│   ├── StateError         a state (checkpoint) is damaged, or belongs to another run
+│   └── RunDirectoryError  a run's directory cannot be continued as it is
+├── DifferenceError        exit 1: something that must be equal is not
+│   ├── ReplayError        a step made again differs from the ledger
+│   └── DataChangedError   a unit's text is not what it was when the ledger recorded it
+└── SystemFault            exit 3: the machine, not the user
+    ├── StorageError       a store goes on refusing after all retries
+    └── RunnerError        workers go on dying, or gave nothing in time
 """
 
 from __future__ import annotations

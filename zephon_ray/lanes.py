@@ -218,7 +218,7 @@ class LaneGroup:
             self._laid = Laid(pieces=join((self._laid.pieces, laid.pieces)), segments=join((self._laid.segments, laid.segments)))
 
     def _take_fills(self) -> tuple[Pieces, I64]:
-        """The pieces of every lane's whole fills, fill after fill, and the fills' sizes; the last of a lane that gets no more is shorter."""
+        """Fill after fill, the pieces of the lanes' fills, and the fills' sizes; only the last of a final lane is not full."""
         ready = self._ready[np.argsort(self._ready["lane"], kind="stable")]
         size = self._recipe.fill_pieces
         edges = np.searchsorted(ready["lane"], np.arange(len(self.lanes) + 1))

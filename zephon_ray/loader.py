@@ -16,7 +16,7 @@ from zephon_ray.collector import Collector, Recorded, prepare
 from zephon_ray.errors import StateError
 from zephon_ray.prefetch import Prefetch
 from zephon_ray.recipe import Recipe, load_recipe
-from zephon_ray.runners import make_runner
+from zephon_ray.runners import default_workers, make_runner
 from zephon_ray.runners.base import Job, Runner, RunnerStats
 from zephon_ray.state import Identity, from_bytes, to_bytes
 
@@ -57,7 +57,7 @@ class Stream:
         job, self.identity = prepared or prepare(recipe)
         start = None if state is None else from_bytes(state, self.identity)
         name = runner or recipe.execution.runner
-        self._runner = make_runner(name, workers if workers is not None else recipe.execution.workers.max)
+        self._runner = make_runner(name, workers if workers is not None else default_workers(recipe))
         self._prefetch: Prefetch | None = None
         try:
             collector = Collector(job, self._runner, start, recorded)

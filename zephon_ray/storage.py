@@ -420,7 +420,8 @@ def _umask() -> int:
 
 
 def _write_stream(fs: pyarrow.fs.FileSystem, path: str, data: bytes) -> None:
-    with fs.open_output_stream(path) as stream:
+    # Left to itself pyarrow would compress what is written under a name that ends in .gz or .zst.
+    with fs.open_output_stream(path, compression=None) as stream:
         stream.write(data)
 
 

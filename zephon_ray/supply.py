@@ -219,9 +219,7 @@ class SourceSupply:
         for number, window in enumerate(windows):
             for unit in window.units:
                 shapes.append(
-                    UnitShape(
-                        window=number, epoch=window.position.epoch, group=unit.group, unit=unit.unit, offsets=unit.offsets + at
-                    )
+                    UnitShape(window=number, epoch=window.position.epoch, group=unit.group, unit=unit.unit, offsets=unit.offsets + at)
                 )
                 ids.append(unit.ids)
                 at += len(unit.ids)

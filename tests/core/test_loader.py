@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -168,9 +169,8 @@ def by_break(recipe: Recipe, runner: str) -> None:
 
 @leaving
 def by_exception(recipe: Recipe, runner: str) -> None:
-    with pytest.raises(ZeroDivisionError), Loader(recipe, runner=runner, workers=2) as loader:
-        next(loader)
-        raise ZeroDivisionError
+    with suppress(ZeroDivisionError), Loader(recipe, runner=runner, workers=2) as loader:
+        raise ZeroDivisionError(next(loader))
 
 
 @leaving
@@ -209,10 +209,9 @@ def test_a_bad_record_ends_the_run_where_it_lies_after_all_batches_before_it(tmp
     lines = file.read_text().splitlines()
     lines[150] = "{" + " " * (len(lines[150]) - 1)
     file.write_text("\n".join(lines) + "\n")
-    got = []
+    got: list[bytes] = []
     with pytest.raises(BadRecordError) as error, Loader(good, runner=runner) as loader:
-        for batch in loader:
-            got.append(batch.digest)
+        got.extend(batch.digest for batch in loader)
     assert len(got) == 143, "every step that can be made without the record's window is made"
     assert got == reference[: len(got)]
     assert "'a'" in str(error.value)

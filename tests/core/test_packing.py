@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -71,7 +73,7 @@ def test_fills_give_whole_rows_with_every_pair_once(fills: list[list[int]], leng
     covered = sorted((int(s["at"]), int(s["at"] + s["pairs"])) for s in laid.segments)
     assert covered[0][0] == 0
     assert covered[-1][1] == tails[0]
-    assert all(a[1] == b[0] for a, b in zip(covered, covered[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in pairwise(covered))
     real = laid.segments[laid.segments["pool"] != PADDING]
     assert sorted(real["start"].tolist()) == sorted(laid.pieces["start"].tolist())
     assert (np.diff(np.unique(laid.pieces["begun"])) > 0).all()
@@ -117,5 +119,5 @@ def test_dealing_gives_each_piece_to_the_lane_with_the_fewest_pairs(windows: lis
     assert sorted(expected) == sorted(row for pieces in singly for row in pieces[columns].tolist())
     assert [row for row in sorted(expected) if row[0] >= lanes // 2] == sorted(kept[columns].tolist())
     assert max(dealt) - min(dealt) <= 40
-    position, before = one.start_of(len(windows))
+    _, before = one.start_of(len(windows))
     assert (before + min(dealt)).tolist() == dealt

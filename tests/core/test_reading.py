@@ -14,13 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.reading import a_source, as_parquet, flat, gz, json_lines, manifest_of, put, read_texts, read_units, zst
+from tests.fake_s3 import fake_s3
+from tests.reading import a_source, as_arrow, as_parquet, flat, gz, json_lines, manifest_of, put, read_texts, read_units, zst
 from zephon_ray.errors import DataChangedError, SourceError
 from zephon_ray.stages.json_lines import MAX_DEPTH, MAX_DIGITS, texts_of_lines
 from zephon_ray.stages.lines import LineBlock, LineStream, read_range
 from zephon_ray.stages.texts import LeftOut
 from zephon_ray.stages.tokenise import UnitTokeniser, make_options
 from zephon_ray.stages.unit import TokenisedUnit, UnitTask
+from zephon_ray.storage import Storage
 
 SKIPPABLE = b"\x50\x2a\x4d\x18" + (5).to_bytes(4, "little") + b"notes"
 
@@ -360,3 +362,28 @@ def test_a_reader_with_more_streams_than_it_may_keep_gives_the_same_units(tmp_pa
                 read: TokenisedUnit = tokeniser.tokenise(UnitTask(group=manifest.group(number), epoch=0, unit=unit))
                 assert read.to_arrow().equals(wanted[number][unit].to_arrow())
     tokeniser.close()
+
+
+@pytest.mark.parametrize("scheme", ["memory", "s3"])
+def test_a_store_gives_the_units_that_a_disk_gives(tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
+    texts = [f"document {i} " * (i % 9 + 1) for i in range(300)]
+    data = json_lines(texts)
+    files = {
+        "a b.jsonl": data, "b#.jsonl.gz": gz(data), "c/d.jsonl.zst": zst(data), "d.parquet": as_parquet(texts, row_group_size=120),
+        "e.arrow": as_arrow(pa.record_batch({"text": texts})),
+    }  # fmt: skip
+    for name, content in files.items():
+        put(tmp_path / "data" / name, content)
+    local = a_source(tmp_path, "data", unit_bytes=4000)
+    with fake_s3() as store:
+        execution = {"execution": {"storage": {"endpoint_url": store.endpoint}}}
+        remote = a_source(tmp_path, f"{scheme}://{tmp_path.name}/data", unit_bytes=4000, more=execution)
+        storage = Storage(remote.execution.storage)
+        for name, content in files.items():
+            storage.write_bytes(storage.join(remote.source_url(0), name), content)
+        assert manifest_of(remote).digest() == manifest_of(local).digest()
+        found, wanted = read_units(remote), read_units(local)
+    assert [[unit.key for unit in group] for group in found] == [[unit.key for unit in group] for group in wanted]
+    assert all(a.to_arrow().equals(b.to_arrow()) for x, y in zip(found, wanted, strict=True) for a, b in zip(x, y, strict=True))

@@ -19,7 +19,7 @@ SLOW_DATA = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large
 
 
 def plain(batches: Any) -> list[tuple[Any, ...]]:
-    return [(batch.step, batch.rows, batch.digest, batch.chain, batch.pairs, batch.state) for batch in batches]
+    return [(batch.step, batch.rows, batch.digest, batch.chain, batch.pairs, batch.state, batch.first_used) for batch in batches]
 
 
 def test_the_reference_agrees_with_the_golden_case(golden_case: GoldenCase) -> None:

@@ -156,7 +156,8 @@ RUN = """
 import sys
 from zephon_ray.recipe import load_recipe
 from zephon_ray.runs import produce
-produce(load_recipe(sys.argv[1]), steps=1_000_000, out=sys.argv[2], runner=sys.argv[3], workers=2, on_step=lambda b: print(b.step, flush=True))
+tell = lambda batch: print(batch.step, flush=True)
+produce(load_recipe(sys.argv[1]), steps=1_000_000, out=sys.argv[2], runner=sys.argv[3], workers=2, on_step=tell)
 """
 
 

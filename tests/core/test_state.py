@@ -74,7 +74,9 @@ def test_what_is_no_state_is_refused_and_the_key_is_named(saved: tuple[Recipe, b
         Loader(saved[0], state=foreign)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"null", b"\xff", b'{"state":{},"checksum":""}', b'{"state":[],"checksum":1}', b"[" * 100_000])
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", b"[]", b"null", b"\xff", b'{"state":{},"checksum":""}', b'{"state":[],"checksum":1}', b"[" * 100_000]
+)
 def test_foreign_bytes_are_refused(saved: tuple[Recipe, bytes], data: bytes) -> None:
     assert "damaged" in refused(saved[0], data)
 

@@ -108,7 +108,8 @@ def test_a_folder_that_may_not_be_read_is_not_passed_over(storage: Storage, tmp_
 
 @pytest.mark.parametrize("scheme", ["local", "memory", "s3"])
 def test_exclusive_writing_never_replaces(storage: Storage, tmp_path: Path, scheme: str, bucket: FakeS3) -> None:
-    url = {"local": f"{tmp_path}/run/claim", "memory": f"memory://{tmp_path.name}/claim", "s3": "s3://bucket/run/claim"}[scheme]
+    name = "claim.jsonl.zst"
+    url = {"local": f"{tmp_path}/run/{name}", "memory": f"memory://{tmp_path.name}/{name}", "s3": f"s3://bucket/run/{name}"}[scheme]
     storage = of(bucket) if scheme == "s3" else storage
     storage.write_bytes(url, b"mine", exclusive=True)
     with pytest.raises(FileExistsError):
@@ -117,7 +118,7 @@ def test_exclusive_writing_never_replaces(storage: Storage, tmp_path: Path, sche
     storage.write_bytes(url, b"replaced")
     assert storage.read_bytes(url) == b"replaced"
     if scheme == "local":
-        assert list((tmp_path / "run").iterdir()) == [tmp_path / "run" / "claim"]
+        assert list((tmp_path / "run").iterdir()) == [tmp_path / "run" / name]
 
 
 @pytest.mark.parametrize("scheme", ["local", "memory", "s3"])
@@ -170,7 +171,7 @@ def test_a_bucket_that_fails_three_times_gives_the_same_bytes(bucket: FakeS3, fa
 def test_a_bucket_that_goes_on_failing_is_named_with_the_tries_and_the_last_answer(bucket: FakeS3) -> None:
     bucket.objects["a"] = bytes(1000)
     bucket.fault = lambda method, key, before: (503, "SlowDown") if method == "GET" else None
-    with pytest.raises(StorageError, match=r"s3://bucket/a: .*SLOW_DOWN.*after 8 of 8 tries"):
+    with pytest.raises(StorageError, match=r"s3://bucket/a: .*(SLOW_DOWN|SERVICE_UNAVAILABLE).*after 8 of 8 tries"):
         of(bucket).read_bytes("s3://bucket/a")
     assert bucket.asked["GET", "a"] == 8
 

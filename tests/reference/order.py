@@ -98,7 +98,8 @@ class Source:
         epoch, number = self._next
         streams = self._streams(epoch)
         units = [stream[number] for stream in streams if number < len(stream)]
-        before, deals = list(self.dealt), [[] for _ in range(self._lanes)]
+        before = list(self.dealt)
+        deals: list[list[Piece]] = [[] for _ in range(self._lanes)]
         for piece in self._pieces(epoch, units):
             lane = min(range(self._lanes), key=lambda lane: (self.dealt[lane], lane))
             self.dealt[lane] += piece.pairs

@@ -63,7 +63,12 @@ class _Lane:
         self._left = list(range(len(sources)))
         self._found_at_end: list[int] = []
         self.reached = [window + (index > 0) for window, index in places]
-        """For each source, one past the last window that counts as used because of this lane."""
+        """For each source, one past the last window that counts as used because of this lane.
+
+        A window counts as used once a piece of it or of a later one is begun (`best_fit`: is in a fill of which a row is given),
+        the last windows also once the lane stands at the source's end. A lane that ends does not come to stand there; if it used
+        them nevertheless, a resumed run could not know whether it had done so yet.
+        """
 
     def _choose(self, places: list[tuple[int, int]]) -> tuple[Piece, tuple[int, int]] | None:
         """The next piece and the place just after it, by the virtual times; None where the lane ends.
@@ -79,9 +84,9 @@ class _Lane:
                 self.reached[source] = max(self.reached[source], window + 1)
                 for ended in self._found_at_end:
                     places[ended] = (len(self.sources[ended].windows), 0)
+                    self.reached[ended] = places[ended][0]
                 self._found_at_end.clear()
                 return piece, after
-            self.reached[source] = len(self.sources[source].windows)
             self._found_at_end.append(source)
             self._left = [s for s in self._left if s != source and self._settings.on_exhausted == "continue"]
         return None
@@ -159,7 +164,8 @@ class _BestFitLane(_Lane):
             self._fill.given = given
 
     def _make_fill(self) -> _Fill:
-        places, counts, pieces = list(self.places), list(self.counts), []
+        places, counts = list(self.places), list(self.counts)
+        pieces: list[Piece] = []
         while len(pieces) < self._settings.buffer:
             chosen = self._choose(self.places)
             if chosen is None:
@@ -246,7 +252,8 @@ class Run:
             [key64(recipe["seed"], PHASE, s, lane) % length for s in range(len(self.sources))] for lane in range(recipe["lanes"])
         ]
         self._lanes = [self._lane(number, state) for number in range(recipe["lanes"])]
-        self._step, self._chain = (state["step"], state["chain"]) if state else (0, bytes(16))
+        self._step: int = state["step"] if state else 0
+        self._chain: bytes = state["chain"] if state else bytes(16)
         self._used = self._reached() if state else [0] * len(self.sources)
         self.state = self._standing()
         """The state as of the last batch taken."""

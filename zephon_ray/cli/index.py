@@ -49,9 +49,8 @@ def source_table(indexes: Sequence[SourceIndex]) -> Table:
             f"{i.groups:,}",
             "when read" if i.units is None else f"{i.units:,}",
             "when read" if i.rows is None else number(i.rows),
-            i.digest[:12],
             i.url,
         )
         for i in indexes
     )
-    return table(("source", "shards", "bytes", "groups", "units", "documents", "manifest", "where"), rows, words=(0, 1, 7))
+    return table(("source", "shards", "bytes", "groups", "units", "documents", "where"), rows, words=(0, 1, 6))

@@ -14,28 +14,31 @@ from typing import IO, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-_WIDTH = 140
-"""Of output that does not go to a terminal."""
-
-
-def console(file: IO[str]) -> Console:
-    """A console on a file; lines are of one width where that is no terminal."""
-    wide = not file.isatty() and "COLUMNS" not in os.environ
-    return Console(file=file, width=_WIDTH if wide else None, highlight=False, soft_wrap=False)
+_WIDEST = 100_000
+"""No line is longer."""
 
 
 def show(*parts: Any, file: IO[str] | None = None) -> None:
-    """Print tables and lines on stdout, or on another file. Strings are taken as they stand, not as markup."""
+    """Print tables and lines on stdout, or on another file. Strings are taken as they stand, not as markup.
+
+    Tables are as wide as they need, so that no number is ever broken; facts are wrapped where a terminal ends.
+    """
     file = file or sys.stdout
-    out = console(file)
+    terminal = shutil.get_terminal_size().columns if file.isatty() else _WIDEST
+    out = Console(file=file, width=_WIDEST, highlight=False)
     with out.capture() as captured:
         for part in parts:
-            out.print(Text(part) if isinstance(part, str) else part, soft_wrap=isinstance(part, str))
-    # Not through the console, which pads lines to its width and ends the process with 1 (here: a difference) on a closed pipe.
+            if isinstance(part, str):
+                out.print(Text(part), soft_wrap=True)
+            else:
+                needed = Measurement.get(out, out.options, part).maximum
+                out.print(part, width=needed if part.show_header else min(needed, terminal))
+    # Not through the console, which pads lines to their width and ends the process with 1 (here: a difference) on a closed pipe.
     file.write("".join(line.rstrip() + "\n" for line in captured.get().splitlines()))
     file.flush()
 
@@ -62,10 +65,10 @@ def plain(value: Any) -> Any:
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, words: Container[int] = (0,)) -> Table:
-    """A table; the columns in `words` are words, the others numbers. Cells are never cut."""
+    """A table; the columns in `words` are words, the others numbers."""
     made = Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
     for number, heading in enumerate(headings):
-        made.add_column(heading, justify="left" if number in words else "right", overflow="fold")
+        made.add_column(heading, justify="left" if number in words else "right")
     for row in rows:
         made.add_row(*map(Text, row))
     return made
@@ -121,7 +124,7 @@ def progress(*, wanted: bool, columns: Sequence[str]) -> Iterator[Progress | Non
     texts = [TextColumn(column) for column in columns]
     with Progress(
         SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *texts, TimeElapsedColumn(),
-        console=console(sys.stderr), transient=True,
+        console=Console(file=sys.stderr, highlight=False), transient=True,
     ) as bar:  # fmt: skip
         yield bar
 

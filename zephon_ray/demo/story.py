@@ -225,20 +225,16 @@ def _kill_a_worker() -> int:
     Raises:
         SystemFault: there is none.
     """
-    for pid in sorted(_children()):
+    for entry in sorted(Path("/proc").glob("[0-9]*"), key=lambda path: int(path.name)):
         try:
-            is_worker = _WORKER in Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:  # it ended in the meantime
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            is_worker = parent == os.getpid() and _WORKER in (entry / "cmdline").read_bytes()
+        except (OSError, IndexError):  # it ended in the meantime
             continue
         if is_worker:
-            os.kill(pid, signal.SIGKILL)
-            return pid
+            os.kill(int(entry.name), signal.SIGKILL)
+            return int(entry.name)
     raise SystemFault("there is no worker process to kill. The demo looks for one in /proc, which only Linux has")
-
-
-def _children() -> Iterator[int]:
-    for listed in Path("/proc/self/task").glob("*/children"):
-        yield from map(int, listed.read_text().split())
 
 
 def _cpu_seconds() -> float:

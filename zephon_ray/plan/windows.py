@@ -18,7 +18,6 @@ from zephon_ray.hashing import GROUP_ORDER, extend_key64, key64
 from zephon_ray.manifest import Group, SourceManifest
 from zephon_ray.recipe import Recipe
 
-
 UnitKey = tuple[int, int, int, int]
 """(source, epoch, group, unit): the name of a unit in a run."""
 

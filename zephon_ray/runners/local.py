@@ -294,10 +294,18 @@ class _CrewRunner(Runner):
 
 
 class ThreadsRunner(_CrewRunner):
-    """Makes units in threads of this process. The tokenizer and the readers let go of the interpreter while they work."""
+    """Makes units in threads of this process. The tokenizer and the readers let go of the interpreter while they work.
+
+    The workers are the parallelism; that of the tokenizers library would only add to the cost. It is turned off by its
+    environment variable TOKENIZERS_PARALLELISM, for the whole process, unless that is set.
+    """
 
     _name = "thread"
     _maker = InThread
+
+    def start(self, job: Job, positions: Sequence[Position]) -> None:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        super().start(job, positions)
 
 
 class ProcessesRunner(_CrewRunner):
