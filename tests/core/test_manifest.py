@@ -16,8 +16,9 @@ from tests.fake_s3 import fake_s3
 from tests.reading import a_source, gz, json_lines, manifest_of, put
 from zephon_ray.errors import SourceError
 from zephon_ray.manifest import SourceManifest
+from zephon_ray.manifest.shards import find_shards, matches, split_glob
+from zephon_ray.plan.windows import UnitTask
 from zephon_ray.recipe_fields import StorageSpec
-from zephon_ray.shards import find_shards, matches, split_glob
 from zephon_ray.storage import Listed, Storage
 
 LINE = json_lines(["a text"])
@@ -173,6 +174,16 @@ def test_groups_are_numbered_through_the_shards_in_order(tmp_path: Path) -> None
     with pytest.raises(IndexError):
         manifest.group(manifest.num_groups)
     assert pickle.loads(pickle.dumps(manifest.group(5))) == manifest.group(5)
+
+
+def test_a_task_does_not_grow_with_the_row_groups_beside_its_own(tmp_path: Path) -> None:
+    sizes = []
+    for rows in (2000, 1):
+        pq.write_table(pa.table({"text": ["same"] * 2000}), tmp_path / "a.parquet", row_group_size=rows)
+        manifest = manifest_of(a_source(tmp_path, "a.parquet"))
+        assert manifest.num_groups == 2000 // rows
+        sizes.append(len(pickle.dumps(UnitTask(group=manifest.group(0), epoch=0, unit=0))))
+    assert max(sizes) < min(sizes) + 50 < 1000
 
 
 def test_the_digest_knows_paths_sizes_and_row_groups_and_not_the_place(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -194,6 +195,26 @@ def test_a_unit_beyond_the_end_says_that_the_data_changed(tmp_path: Path) -> Non
     recipe = a_source(tmp_path, "a.jsonl.gz")
     with pytest.raises(DataChangedError, match=r"shard a\.jsonl\.gz: unit 1 of group 0 is needed, but the group ends after 1"):
         UnitTokeniser(make_options(recipe)).tokenise(UnitTask(group=manifest_of(recipe).group(0), epoch=0, unit=1))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"shard_groups": 4}, "3 row groups where the manifest has 4"),
+        ({"rows": 5}, "its row group 1 has 4 rows and [0-9]+ bytes of text where the manifest has 5 and"),
+        ({"text_size": 1}, "its row group 1 has 4 rows and [0-9]+ bytes of text where the manifest has 4 and 1"),
+    ],
+)
+def test_a_row_group_that_is_not_the_manifests_is_named(tmp_path: Path, change: dict[str, int], said: str) -> None:
+    put(tmp_path / "a.parquet", as_parquet(["text"] * 12, row_group_size=4))
+    recipe = a_source(tmp_path, "a.parquet")
+    group = manifest_of(recipe).group(1)
+    tokeniser = UnitTokeniser(make_options(recipe))
+    assert tokeniser.tokenise(UnitTask(group=group, epoch=0, unit=0)).documents == 4
+    # The footer is kept by now; a task is compared with it all the same.
+    with pytest.raises(DataChangedError, match=f"shard a.parquet: {said}.* restore it"):
+        tokeniser.tokenise(UnitTask(group=replace(group, **change), epoch=0, unit=0))
+    tokeniser.close()
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])

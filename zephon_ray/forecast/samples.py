@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from zephon_ray.errors import SourceError
-from zephon_ray.manifest import Group, SourceManifest
+from zephon_ray.manifest import Group, Shard, ShardFile, SourceManifest
+from zephon_ray.manifest.shards import units_of
 from zephon_ray.plan.windows import SourceCursor
 from zephon_ray.runners.base import Job
-from zephon_ray.shards import Shard, units_of
 from zephon_ray.stages.tokenise import Options, UnitTokeniser
 from zephon_ray.stages.unit import TokenisedUnit, UnitTask
 from zephon_ray.storage import Storage
@@ -148,8 +148,8 @@ class _Raw:
 def _raw(storage: Storage, group: Group, unit: TokenisedUnit, bytes_read: int) -> _Raw:
     shard = group.shard
     stored = bytes_read
-    if shard.format == "parquet":
-        size = shard.row_groups[group.ordinal][1]
+    if group.text_size is not None:
+        size = group.text_size
     elif shard.format == "arrow":
         size = bytes_read  # of the whole record batch, decompressed
     elif shard.compression:
@@ -164,7 +164,7 @@ def _raw(storage: Storage, group: Group, unit: TokenisedUnit, bytes_read: int) -
     return _Raw(unit_bytes=max(1, part), group_bytes=max(1, size), stored_bytes=stored, kind=(shard.format, shard.compression))
 
 
-def _expansion(storage: Storage, shard: Shard) -> float:
+def _expansion(storage: Storage, shard: ShardFile) -> float:
     """Decompressed bytes for each stored byte, measured at the head of a compressed file."""
     with storage.open_input(shard.url) as file:
         head = bytes(file.read(_HEAD_BYTES))

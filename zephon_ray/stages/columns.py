@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from zephon_ray.shards import units_of
+from zephon_ray.manifest.shards import units_of
+from zephon_ray.manifest.text_column import TextColumn
 from zephon_ray.stages.texts import LeftOut
-from zephon_ray.text_column import TextColumn
 
 _BATCH_ROWS = 1 << 16
 
@@ -40,7 +40,7 @@ def row_cuts(rows: int, units: int) -> list[int]:
     return [unit * rows // units for unit in range(units + 1)]
 
 
-def parquet_units(file: pq.ParquetFile, column: TextColumn, row_group: int, units: int) -> Generator[RowBlock, None, None]:
+def parquet_units(file: pq.ParquetFile, column: TextColumn, row_group: int, first_row: int, units: int) -> Generator[RowBlock, None, None]:
     """The units of a row group, decoded batch by batch: the group is never held whole unless it is one unit.
 
     Only the text column is read.
@@ -49,10 +49,10 @@ def parquet_units(file: pq.ParquetFile, column: TextColumn, row_group: int, unit
         file: open, with a buffer where the group is to be streamed.
         column: the text column.
         row_group: number of the row group.
+        first_row: rows of the file before it.
         units: how many units it has.
     """
     rows = file.metadata.row_group(row_group).num_rows
-    first = sum(file.metadata.row_group(g).num_rows for g in range(row_group))
     cuts = row_cuts(rows, units)
     batch_rows = min(max(-(-rows // units), 1), _BATCH_ROWS)
     batches = file.iter_batches(batch_size=batch_rows, row_groups=[row_group], columns=[".".join(column.path)], use_threads=False)
@@ -68,7 +68,7 @@ def parquet_units(file: pq.ParquetFile, column: TextColumn, row_group: int, unit
             held += len(rest[-1])
         taken, rest = _split(rest, wanted)
         held -= wanted
-        yield RowBlock(values=taken, row=first + cuts[unit], last=unit == units - 1)
+        yield RowBlock(values=taken, row=first_row + cuts[unit], last=unit == units - 1)
 
 
 def _split(arrays: list[pa.Array], rows: int) -> tuple[list[pa.Array], list[pa.Array]]:

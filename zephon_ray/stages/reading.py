@@ -9,20 +9,20 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from zephon_ray.errors import DataChangedError, SourceError
-from zephon_ray.manifest import Group
-from zephon_ray.shards import Shard
+from zephon_ray.manifest import Group, ShardFile
+from zephon_ray.manifest.text_column import TextColumn, locate
 from zephon_ray.stages.columns import RowBlock, arrow_units, parquet_units, texts_of_rows, value_sizes
 from zephon_ray.stages.json_lines import texts_of_lines
 from zephon_ray.stages.lines import LineBlock, LineStream, read_range
 from zephon_ray.stages.texts import BadUnitError, LeftOut, UnitTexts
 from zephon_ray.stages.unit import UnitTask
 from zephon_ray.storage import Storage
-from zephon_ray.text_column import TextColumn, locate
 
 MAX_STREAMS = 64
 """Streams that a reader keeps going; beyond that the one that rested longest is closed, and decoded again from its start if needed."""
@@ -30,6 +30,8 @@ MAX_FILES = 32
 """Files without a stream, and footers, that a reader keeps."""
 STREAM_BUFFER = 1 << 20
 """Bytes that a stream asks the store for at a time."""
+
+_CHANGED = "The shard was changed in place: restore it, or start a new run."
 
 Block = LineBlock | RowBlock
 
@@ -57,6 +59,15 @@ class _Stream:
     ended: bool = False
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Footer:
+    """What a Parquet file's footer says: its metadata, where the text is, and for each row group how many rows lie before it."""
+
+    metadata: pq.FileMetaData
+    column: TextColumn
+    first_rows: list[int]
+
+
 class UnitReader:
     """Reads units, in any order, best in the order of their groups.
 
@@ -70,7 +81,7 @@ class UnitReader:
         self._storage, self._max_bytes, self._fail = storage, max_bytes, fail
         self._streams: OrderedDict[tuple[int, int, int], _Stream] = OrderedDict()
         self._files: OrderedDict[str, pa.NativeFile] = OrderedDict()
-        self._footers: OrderedDict[str, tuple[pq.FileMetaData, TextColumn]] = OrderedDict()
+        self._footers: OrderedDict[str, _Footer] = OrderedDict()
         self.counters = ReadCounters()
 
     def read(self, task: UnitTask) -> UnitTexts:
@@ -139,8 +150,8 @@ class UnitReader:
                 block.size if isinstance(block, LineBlock) else sum(int(value_sizes(values).sum()) for values in block.values)
             )
         raise DataChangedError(
-            f"{task.group.where}: unit {task.unit} of group {task.group.group} is needed, but the group ends after {stream.next_unit}. "
-            "The shard was changed in place; restore it, or start a new run."
+            f"{task.group.where}: unit {task.unit} of group {task.group.group} is needed, but the group ends after {stream.next_unit}."
+            f" {_CHANGED}"
         )
 
     def _open_stream(self, group: Group) -> _Stream:
@@ -179,14 +190,9 @@ class UnitReader:
     def _open_row_group(self, group: Group) -> _Stream:
         file = self._open(group.shard)
         units = group.units or 1
-        footer = self._footers.pop(group.shard.url, None)
-        if footer is None:
-            opened = pq.ParquetFile(file)
-            footer = opened.metadata, locate(opened.schema_arrow, group.text_field, group.where)
-            _check_row_groups(*footer, group)
-        metadata, column = self._footers[group.shard.url] = footer
-        if len(self._footers) > MAX_FILES:
-            self._footers.popitem(last=False)
+        footer = self._footer(file, group)
+        metadata, column = footer.metadata, footer.column
+        _check_row_group(metadata, column, group)
         # A chunk is fetched whole where the group is one unit anyway, else page by page: pre_buffer would hold all of it.
         whole = units == 1
         parquet = pq.ParquetFile(
@@ -197,7 +203,7 @@ class UnitReader:
             page_checksum_verification=True,
         )
         self.counters.bytes_read += metadata.row_group(group.ordinal).column(column.leaf).total_compressed_size
-        blocks = parquet_units(parquet, column, group.ordinal, units)
+        blocks = parquet_units(parquet, column, group.ordinal, footer.first_rows[group.ordinal], units)
 
         def close() -> None:
             blocks.close()
@@ -206,22 +212,34 @@ class UnitReader:
 
         return _Stream(take=lambda: next(blocks), close=close)
 
+    def _footer(self, file: pa.NativeFile, group: Group) -> _Footer:
+        """The footer of a file, read once and kept for its other row groups."""
+        footer = self._footers.pop(group.shard.url, None)
+        if footer is None:
+            opened = pq.ParquetFile(file)
+            metadata, column = opened.metadata, locate(opened.schema_arrow, group.text_field, group.where)
+            rows = (metadata.row_group(g).num_rows for g in range(metadata.num_row_groups))
+            footer = _Footer(metadata=metadata, column=column, first_rows=list(accumulate(rows, initial=0)))
+        self._footers[group.shard.url] = footer
+        if len(self._footers) > MAX_FILES:
+            self._footers.popitem(last=False)
+        return footer
+
     def _open_record_batch(self, group: Group) -> _Stream:
         file = self._open(group.shard, mapped=True)
         column = locate(pa.ipc.open_file(file).schema, group.text_field, group.where)
         options = pa.ipc.IpcReadOptions(included_fields=[column.index], use_threads=False)
         reader = pa.ipc.open_file(file, options=options)
-        if reader.num_record_batches != group.shard.batches:
+        if reader.num_record_batches != group.shard_groups:
             raise DataChangedError(
-                f"{group.where}: {reader.num_record_batches} record batches where the manifest has {group.shard.batches}. "
-                "It was changed in place."
+                f"{group.where}: {reader.num_record_batches} record batches where the manifest has {group.shard_groups}. {_CHANGED}"
             )
         values = column.of(reader.get_batch(group.ordinal))
         self.counters.bytes_read += values.nbytes
         blocks = arrow_units(values, group.unit_bytes, group.ordinal)
         return _Stream(take=lambda: next(blocks), close=file.close)
 
-    def _file(self, shard: Shard) -> pa.NativeFile:
+    def _file(self, shard: ShardFile) -> pa.NativeFile:
         """A file that stays open for the next range."""
         file = self._files.pop(shard.url, None)
         if file is None:
@@ -231,22 +249,27 @@ class UnitReader:
             self._files.popitem(last=False)[1].close()
         return file
 
-    def _open(self, shard: Shard, *, read_ahead: int = 0, mapped: bool = False) -> pa.NativeFile:
+    def _open(self, shard: ShardFile, *, read_ahead: int = 0, mapped: bool = False) -> pa.NativeFile:
         file = self._storage.open_input(shard.url, read_ahead=read_ahead, mapped=mapped)
         size = file.size()
         if size != shard.size:
             file.close()
-            raise DataChangedError(
-                f"shard {shard.path} ({shard.url}): {size} bytes where the manifest has {shard.size}. It was changed in place."
-            )
+            raise DataChangedError(f"shard {shard.path} ({shard.url}): {size} bytes where the manifest has {shard.size}. {_CHANGED}")
         return file
 
 
-def _check_row_groups(metadata: pq.FileMetaData, column: TextColumn, group: Group) -> None:
-    groups = range(metadata.num_row_groups)
-    found = tuple((metadata.row_group(g).num_rows, metadata.row_group(g).column(column.leaf).total_uncompressed_size) for g in groups)
-    if found != group.shard.row_groups:
-        raise DataChangedError(f"{group.where}: its row groups are not those of the manifest. It was changed in place.")
+def _check_row_group(metadata: pq.FileMetaData, column: TextColumn, group: Group) -> None:
+    """Refuse a row group that is not the manifest's. Those beside it are looked at when they are read themselves."""
+    count = metadata.num_row_groups
+    if count != group.shard_groups:
+        raise DataChangedError(f"{group.where}: {count} row groups where the manifest has {group.shard_groups}. {_CHANGED}")
+    found = metadata.row_group(group.ordinal)
+    rows, size = found.num_rows, found.column(column.leaf).total_uncompressed_size
+    if (rows, size) != (group.rows, group.text_size):
+        raise DataChangedError(
+            f"{group.where}: its row group {group.ordinal} has {rows} rows and {size} bytes of text where the manifest has {group.rows}"
+            f" and {group.text_size}. {_CHANGED}"
+        )
 
 
 @contextmanager

@@ -1,43 +1,35 @@
-"""A manifest: the shards of a source and how they fall into groups, found from names, sizes and footers alone.
+"""Groups: what one worker reads in one pass, and the numbers that a source's manifest gives them.
 
-It lists and numbers; it reads no text. What lies inside a group is the affair of `stages`.
+It numbers; it opens no file. How shards come to be listed is the affair of `build`, what lies inside a group that of `stages`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.parquet as pq
 
-from zephon_ray.errors import SourceError
 from zephon_ray.hashing import canonical_json, sha256_hex
-from zephon_ray.recipe import Recipe
-from zephon_ray.shards import Shard, find_shards, units_of
-from zephon_ray.storage import Storage
-from zephon_ray.text_column import locate
-
-__all__ = ["Group", "Shard", "SourceManifest", "build_manifest", "build_manifests"]
-
-FOOTERS_AT_ONCE = 16
-"""How many footers are read at the same time; over a network most of that time is waiting."""
+from zephon_ray.manifest.shards import Shard, ShardFile, units_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """What one worker reads in one pass, with everything that it must know to do so. It can be pickled.
+    """What one worker reads in one pass, with everything that it must know to do so. It can be pickled, and stays small: of its
+    shard it knows the file and its own part, however many groups there are beside it.
 
     Args:
         source: index of the source in the recipe.
         source_name: for messages.
         group: number of the group within its source.
         shard: the file that holds it.
+        shard_groups: how many groups that file holds, >= 1.
         ordinal: number of the byte range, row group or record batch within the shard.
+        rows: records in it; known for Parquet only, else None.
+        text_size: Parquet only: uncompressed bytes of the text column's chunk, else None.
         text_field: name or dotted path of the text.
         unit_bytes: size of a unit, >= 1.
         units: how many units it has; None where that is known only when its end is read.
@@ -46,8 +38,11 @@ class Group:
     source: int
     source_name: str
     group: int
-    shard: Shard
+    shard: ShardFile
+    shard_groups: int
     ordinal: int
+    rows: int | None
+    text_size: int | None
     text_field: str
     unit_bytes: int
     units: int | None
@@ -97,22 +92,33 @@ class SourceManifest:
         return int(self.group_starts[-1])
 
     def group(self, number: int) -> Group:
-        """The group of a number in [0, num_groups)."""
+        """The group of a number in [0, num_groups).
+
+        Raises:
+            IndexError: there is no such group.
+        """
         if not 0 <= number < self.num_groups:
             raise IndexError(f"source {self.name!r} has no group {number}: it has {self.num_groups}")
         at = int(np.searchsorted(self.group_starts, number, side="right")) - 1
-        shard, ordinal = self.shards[at], number - int(self.group_starts[at])
+        first, after = int(self.group_starts[at]), int(self.group_starts[at + 1])
+        shard, ordinal = self.shards[at], number - first
+        rows: int | None = None
+        text_size: int | None = None
         units: int | None = None
         if shard.format == "parquet":
-            units = units_of(shard.row_groups[ordinal][1], self.unit_bytes)
+            rows, text_size = shard.row_groups[ordinal]
+            units = units_of(text_size, self.unit_bytes)
         elif shard.format == "jsonl" and shard.compression is None:
             units = 1
         return Group(
             source=self.source,
             source_name=self.name,
             group=number,
-            shard=shard,
+            shard=shard.file,
+            shard_groups=after - first,
             ordinal=ordinal,
+            rows=rows,
+            text_size=text_size,
             text_field=self.text_field,
             unit_bytes=self.unit_bytes,
             units=units,
@@ -148,60 +154,3 @@ class SourceManifest:
         """The manifest that `to_json` gave."""
         shards = [Shard(**{**shard, "row_groups": tuple((rows, size) for rows, size in shard["row_groups"])}) for shard in data["shards"]]
         return SourceManifest.of(**{**data, "shards": shards})
-
-
-def build_manifests(recipe: Recipe, storage: Storage) -> list[SourceManifest]:
-    """The manifests of all sources, in the recipe's order. See `build_manifest`."""
-    return [build_manifest(recipe, index, storage) for index in range(len(recipe.sources))]
-
-
-def build_manifest(recipe: Recipe, index: int, storage: Storage) -> SourceManifest:
-    """List a source's shards and read the footers of those that have one.
-
-    Args:
-        recipe: the recipe.
-        index: of the source in it.
-        storage: where its URIs are looked up.
-
-    Raises:
-        SourceError: no shard, an ending that is not known, a footer that is cut or damaged, no text column, no group at all.
-        StorageError: the store goes on failing.
-    """
-    spec = recipe.sources[index]
-    shards = find_shards(storage, spec.name, recipe.source_url(index), spec.format)
-    with ThreadPoolExecutor(FOOTERS_AT_ONCE) as pool:
-        shards = list(pool.map(lambda shard: _with_footer(storage, spec.name, spec.text_field, shard), shards))
-    manifest = SourceManifest.of(
-        source=index, name=spec.name, text_field=spec.text_field, unit_bytes=recipe.unit_bytes_of(index), shards=shards
-    )
-    if not manifest.num_groups:
-        raise SourceError(f"source {spec.name!r}: no document: its {len(shards)} files at {recipe.source_url(index)} hold no rows.")
-    return manifest
-
-
-def _with_footer(storage: Storage, name: str, text_field: str, shard: Shard) -> Shard:
-    """The shard with what its footer says; JSON lines have none."""
-    if shard.format == "jsonl":
-        return shard
-    where = f"source {name!r}, shard {shard.path}"
-    try:
-        with storage.open_input(shard.url) as file:
-            if shard.format == "arrow":
-                return replace(shard, batches=_record_batches(file, text_field, where))
-            return replace(shard, row_groups=_row_groups(file, text_field, where))
-    except (OSError, pa.ArrowException) as error:
-        raise SourceError(f"{where}: not a whole {shard.format} file ({shard.size} bytes): {error}. Write or copy it again.") from error
-
-
-def _row_groups(file: pa.NativeFile, text_field: str, where: str) -> tuple[tuple[int, int], ...]:
-    """(rows, uncompressed bytes of the text column's chunk) of each row group."""
-    with pq.ParquetFile(file) as parquet:
-        metadata, leaf = parquet.metadata, locate(parquet.schema_arrow, text_field, where).leaf
-        groups = (metadata.row_group(g) for g in range(metadata.num_row_groups))
-        return tuple((int(group.num_rows), int(group.column(leaf).total_uncompressed_size)) for group in groups)
-
-
-def _record_batches(file: pa.NativeFile, text_field: str, where: str) -> int:
-    with pa.ipc.open_file(file) as reader:
-        locate(reader.schema, text_field, where)
-        return int(reader.num_record_batches)

@@ -25,8 +25,8 @@ _WILD = "*?["
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shard:
-    """One file of a source.
+class ShardFile:
+    """The file of a shard: what opening and decoding it takes.
 
     Args:
         path: relative to the source's root, parts joined by `/`.
@@ -34,8 +34,6 @@ class Shard:
         size: bytes as stored.
         format: how its records are laid out.
         compression: of JSON lines; None where they lie plain.
-        row_groups: Parquet only: (rows, uncompressed bytes of the text column's chunk) of each row group.
-        batches: Arrow IPC only: number of record batches.
     """
 
     path: str
@@ -43,8 +41,24 @@ class Shard:
     size: int
     format: Format
     compression: Compression | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard(ShardFile):
+    """One file of a source, with what its footer says.
+
+    Args:
+        row_groups: Parquet only: (rows, uncompressed bytes of the text column's chunk) of each row group.
+        batches: Arrow IPC only: number of record batches.
+    """
+
     row_groups: tuple[tuple[int, int], ...] = ()
     batches: int = 0
+
+    @property
+    def file(self) -> ShardFile:
+        """The file alone: what a worker is told of the shard, which must not grow with its groups."""
+        return ShardFile(path=self.path, url=self.url, size=self.size, format=self.format, compression=self.compression)
 
     def num_groups(self, unit_bytes: int) -> int:
         """How many groups the shard holds. Only Parquet and Arrow files may hold none."""
