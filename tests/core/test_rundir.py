@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import zephon_ray.rundir.directory as directory_module
-from tests.core.test_ledger import LINES, DiedError
+from tests.ledgers import LINES, DiedError
 from zephon_ray.errors import RunDirectoryError, StateError
 from zephon_ray.manifest import Shard, SourceManifest
 from zephon_ray.recipe import Recipe, fingerprint, fingerprint_fields, recipe_from_dict
