@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from zephon_ray.hashing import chain_digest, digest128
 from zephon_ray.lanes import LanesState
-from zephon_ray.ledger.line import LedgerLine, WindowUse
+from zephon_ray.ledger.line import LedgerLine, LeftOutCounts, WindowUse
 from zephon_ray.state import StreamState
 
 
@@ -48,12 +48,12 @@ class GlobalBatch:
         step: from 1.
         rows: int32 [B, 3, T]: inputs, labels and positions of each row, lane by lane.
         row_digests: 16 bytes each.
-        digest: xxh3-128 of the row digests, joined.
-        chain: folded over all steps so far.
+        digest: xxh3-128 of the row digests, joined; 16 bytes.
+        chain: of all global batches so far, 16 bytes.
         pairs: [sources], pairs of all pieces begun so far.
         padding: pairs of this step that are padding.
         windows: for each source that has any, the windows that this step is the first to use.
-        left_out: for each source that has any, their (bad records, empty texts, documents of fewer than two ids).
+        left_out: for each source that has any, what was left out of these windows.
         lanes: where the lanes stand after the step.
     """
 
@@ -65,7 +65,7 @@ class GlobalBatch:
     pairs: tuple[int, ...]
     padding: int
     windows: Mapping[int, tuple[WindowUse, ...]]
-    left_out: Mapping[int, tuple[int, int, int]]
+    left_out: Mapping[int, LeftOutCounts]
     lanes: LanesState
 
     @property
@@ -102,6 +102,12 @@ class GlobalBatch:
 
 
 def fold(step: int, previous_chain: bytes, row_digests: Sequence[bytes]) -> tuple[bytes, bytes]:
-    """(digest of the global batch, chain up to it) from its rows' digests in order."""
+    """(digest of the global batch, chain up to it), 16 bytes each, from its rows' digests in order.
+
+    Args:
+        step: from 1.
+        previous_chain: the chain up to the step before, 16 bytes; all zero before the first.
+        row_digests: 16 bytes each.
+    """
     digest = digest128(b"".join(row_digests))
     return digest, chain_digest(previous_chain, step, digest)

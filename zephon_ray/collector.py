@@ -7,7 +7,6 @@ the one ordered part of the pipeline and does nothing expensive. It knows nothin
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 
 import numpy as np
 
@@ -15,17 +14,15 @@ from zephon_ray.batches import GlobalBatch, fold
 from zephon_ray.chunk import Chunk
 from zephon_ray.errors import RunnerError
 from zephon_ray.lanes import LaneGroup, Want, beginning
+from zephon_ray.ledger.line import Recorded, UnitDigests
 from zephon_ray.manifest import build_manifests
 from zephon_ray.plan.windows import SourceCursor
-from zephon_ray.recipe import Recipe, fingerprint, fingerprint_fields
+from zephon_ray.recipe import SHARE_BITS, Recipe, fingerprint, fingerprint_fields
 from zephon_ray.runners.base import Job, Runner
 from zephon_ray.stages.tokenise import make_options
 from zephon_ray.state import Identity, StreamState
 from zephon_ray.storage import Storage
-from zephon_ray.supply import Memory, SourceSupply, UnitDigests
-
-Recorded = Mapping[tuple[int, int, int], UnitDigests]
-"""(source, epoch, window) -> the digests of its units, as a ledger holds them."""
+from zephon_ray.supply import Memory, SourceSupply
 
 MEMORY_BYTES = 64 << 20
 """Ids that small sources keep in memory, all together, so that their later epochs read nothing."""
@@ -33,7 +30,8 @@ MEMORY_BYTES = 64 << 20
 WAIT_S = 600.0
 """How long a unit may take before the runner is said to be stuck."""
 
-_LEAD_WINDOWS = 2
+LEAD_WINDOWS = 2
+"""Windows of a source, at least, that a runner may make ahead of those that were fed."""
 _MOST_WINDOWS = 4096
 
 
@@ -135,7 +133,10 @@ class Collector:
             self._allow(supply)
             left = deadline - time.monotonic()
             if left <= 0:
-                raise RunnerError(f"source {supply.name!r}: its next window did not come within {WAIT_S:.0f} s")
+                raise RunnerError(
+                    f"source {supply.name!r}: its next window did not come within {WAIT_S:.0f} s, though other units did."
+                    " Look whether its storage answers, or lower its unit_bytes"
+                )
             unit = self._runner.take(left)
             self._supplies[unit.source].put(unit)
             windows = supply.next_windows(want.pairs, _MOST_WINDOWS)
@@ -152,8 +153,8 @@ class Collector:
         lead = 1
         if self._runner.reads_ahead:
             recipe = self._job.recipe
-            step_pairs = recipe.global_batch_size * recipe.sequence_length * recipe.shares()[supply.source] >> 20
-            lead = int(np.clip(2 * step_pairs // supply.mean_pairs if supply.fed else 0, _LEAD_WINDOWS, _MOST_WINDOWS))
+            step_pairs = recipe.global_batch_size * recipe.sequence_length * recipe.shares()[supply.source] >> SHARE_BITS
+            lead = int(np.clip(2 * step_pairs // supply.mean_pairs if supply.fed else 0, LEAD_WINDOWS, _MOST_WINDOWS))
         self._runner.allow(supply.source, supply.fed + lead)
 
 

@@ -12,8 +12,9 @@ from types import TracebackType
 from typing import Self
 
 from zephon_ray.batches import Batch, GlobalBatch
-from zephon_ray.collector import Collector, Recorded, prepare
+from zephon_ray.collector import Collector, prepare
 from zephon_ray.errors import StateError
+from zephon_ray.ledger import Recorded
 from zephon_ray.prefetch import Prefetch
 from zephon_ray.recipe import Recipe, load_recipe
 from zephon_ray.runners import default_workers, make_runner

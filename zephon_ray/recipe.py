@@ -50,6 +50,7 @@ __all__ = [
 
 CONTRACT_VERSION = 1
 SHARE_BITS = 20
+"""Shares are counted in 2^20ths of the sum of all weights."""
 _LISTED = 48
 """So many legal sizes are listed in a message at most."""
 

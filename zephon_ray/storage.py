@@ -144,6 +144,18 @@ class Storage:
         parents = {path[:at] for path in sizes for at in _slashes(path)}
         return [Listed(path, size, size == 0 and (path.endswith(("/", "_$folder$")) or path in parents)) for path, size in sizes.items()]
 
+    def names(self, url: str) -> list[str]:
+        """The names of the files right in a folder, in no particular order; none where there is no folder.
+
+        Raises:
+            PermissionError: the folder may not be read.
+            StorageError: the store goes on failing.
+        """
+        try:
+            return [entry.path for entry in self.list_files(url, depth=1)]
+        except FileNotFoundError:
+            return []
+
     def write_bytes(self, url: str, data: bytes, *, exclusive: bool = False) -> None:
         """Write a file whole, or not at all; local folders are made as needed.
 
@@ -179,10 +191,18 @@ class Storage:
         except FileNotFoundError:
             pass
 
-    def makedirs(self, url: str) -> None:
-        """Make a folder and those above it, where the store has folders."""
+    def makedirs(self, url: str, *, private: bool = False) -> None:
+        """Make a folder and those above it, where the store has folders. One that exists is left as it is.
+
+        Args:
+            url: the folder.
+            private: on a local disk only its owner may enter it.
+
+        Raises:
+            PermissionError, NotADirectoryError: it cannot be made there.
+        """
         if is_local(url):
-            os.makedirs(local_path(url), exist_ok=True)
+            os.makedirs(local_path(url), mode=0o700 if private else 0o777, exist_ok=True)
         elif urlsplit(url).scheme != "s3":
             self._call(url, lambda fs, path: fs.create_dir(path, recursive=True))
 

@@ -14,20 +14,13 @@ import numpy as np
 
 from zephon_ray.errors import BadRecordError, DataChangedError, SourceError
 from zephon_ray.lanes import FedWindows
-from zephon_ray.ledger.line import WindowUse
+from zephon_ray.ledger.line import LeftOutCounts, UnitDigests, WindowUse
 from zephon_ray.manifest import SourceManifest
 from zephon_ray.plan.pieces import UnitShape
 from zephon_ray.plan.windows import Position, SourceCursor, UnitKey, UnitTask
 from zephon_ray.recipe import Recipe
 from zephon_ray.runners.base import FailedUnit
 from zephon_ray.stages.unit import TokenisedUnit
-
-UnitDigests = Mapping[tuple[int, int], int]
-"""(group, unit) -> 64-bit digest of its text."""
-
-
-LeftOut = tuple[int, int, int]
-"""Counts of bad records, empty texts and documents of fewer than two ids."""
 
 
 class Memory:
@@ -74,7 +67,7 @@ class SourceSupply:
         self._keeps = True
         self.remembered = False
         self._epoch_pairs, self._epoch_bad, self._whole_epoch = 0, 0, position.window == 0
-        self._unused: deque[tuple[int, WindowUse, LeftOut]] = deque()
+        self._unused: deque[tuple[int, WindowUse, LeftOutCounts]] = deque()
         self._next_ordinal, self._used_before = 0, -1
         if not manifest.num_groups:
             raise SourceError(f"source {self.name!r}: none of its {len(manifest.shards)} shards holds a record")
@@ -235,7 +228,7 @@ class SourceSupply:
         self._used_before = max(self._used_before, newest)
         self.use(newest)
 
-    def use(self, newest: int) -> tuple[tuple[WindowUse, ...], LeftOut]:
+    def use(self, newest: int) -> tuple[tuple[WindowUse, ...], LeftOutCounts]:
         """The windows up to ordinal `newest` that were not used before, in order, and what was left out of them."""
         used, left_out = [], (0, 0, 0)
         while self._unused and self._unused[0][0] <= newest:

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 
+from zephon_ray.collector import LEAD_WINDOWS
 from zephon_ray.forecast.samples import Sample
 from zephon_ray.manifest import SourceManifest
 from zephon_ray.recipe import Recipe
+from zephon_ray.recipe_checks import nearest
 
 ID_BYTES = 4
 PLACE_BYTES = 12
 """Of a pair in a batch: input, label and position."""
-LEAD_WINDOWS = 2
-"""Windows of a source that are tokenised ahead of the one in hand."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,8 +182,7 @@ def _ranks(recipe: Recipe, size: int) -> Ranks:
     legal = recipe.legal_dp_sizes()
     if size in legal:
         return Ranks(dp_size=size, legal=True, rows=recipe.global_batch_size // size, nearest=(size,))
-    below, above = [n for n in legal if n < size][-1:], [n for n in legal if n > size][:1]
-    return Ranks(dp_size=size, legal=False, rows=None, nearest=(*below, *above))
+    return Ranks(dp_size=size, legal=False, rows=None, nearest=tuple(nearest(size, legal)))
 
 
 def _source(recipe: Recipe, manifest: SourceManifest, sample: Sample, target: float, steps: int) -> SourceForecast:

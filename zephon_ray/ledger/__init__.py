@@ -5,8 +5,19 @@
 
 from __future__ import annotations
 
-from zephon_ray.ledger.line import LedgerLine, WindowUse, differing_fields
-from zephon_ray.ledger.reader import Difference, LedgerReader, UnitDigests, diff
+from zephon_ray.ledger.line import LedgerLine, LeftOutCounts, Recorded, UnitDigests, WindowUse, differing_fields
+from zephon_ray.ledger.reader import Difference, LedgerReader, diff
 from zephon_ray.ledger.writer import Ledger
 
-__all__ = ["Difference", "Ledger", "LedgerLine", "LedgerReader", "UnitDigests", "WindowUse", "diff", "differing_fields"]
+__all__ = [
+    "Difference",
+    "Ledger",
+    "LedgerLine",
+    "LedgerReader",
+    "LeftOutCounts",
+    "Recorded",
+    "UnitDigests",
+    "WindowUse",
+    "diff",
+    "differing_fields",
+]

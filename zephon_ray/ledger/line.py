@@ -9,6 +9,15 @@ from typing import Any
 
 from zephon_ray.hashing import canonical_json, chain_digest
 
+LeftOutCounts = tuple[int, int, int]
+"""(bad records, empty texts, documents of fewer than two ids)."""
+
+UnitDigests = Mapping[tuple[int, int], int]
+"""(group, unit) -> 64-bit digest of the unit's text."""
+
+Recorded = Mapping[tuple[int, int, int], UnitDigests]
+"""(source, epoch, window) -> the digests of the window's units."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowUse:
@@ -35,8 +44,8 @@ class LedgerLine:
         chain: chain digest after this step, 32 lower-case hex digits.
         pairs: for each source the pairs of all pieces begun since the run began.
         padding: padding pairs of this step's batch.
-        left_out: source -> (bad records, empty texts, documents of fewer than two ids) of the windows that this step is the
-            first to use; sources without any are left out.
+        left_out: source -> the records left out of the windows that this step is the first to use; sources without any are
+            left out.
         windows: source -> the windows that this step is the first to use, ascending by (epoch, window), also across steps
             (`Ledger.unit_digests` relies on it); sources without any are left out.
     """
@@ -46,7 +55,7 @@ class LedgerLine:
     chain: str
     pairs: tuple[int, ...]
     padding: int = 0
-    left_out: Mapping[int, tuple[int, int, int]] = field(default_factory=dict)
+    left_out: Mapping[int, LeftOutCounts] = field(default_factory=dict)
     windows: Mapping[int, tuple[WindowUse, ...]] = field(default_factory=dict)
 
     def to_json(self) -> bytes:

@@ -13,14 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from zephon_ray.errors import RunDirectoryError
-from zephon_ray.ledger.line import NO_CHAIN, LedgerLine, describe, differing_fields, folds
+from zephon_ray.ledger.line import NO_CHAIN, LedgerLine, Recorded, UnitDigests, describe, differing_fields, folds
 from zephon_ray.ledger.segments import Listing, OpenSegment, Segment, read_open, unseal
 from zephon_ray.storage import Storage
 
 _LOAD_TRIES = 5
-
-UnitDigests = dict[tuple[int, int, int], dict[tuple[int, int], int]]
-"""(source, epoch, window) -> (group, unit) -> digest of the unit's text."""
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +51,7 @@ class LedgerReader:
         for _ in range(_LOAD_TRIES):
             ledger = cls(storage, url)
             with suppress(FileNotFoundError):  # A living writer has just sealed its open segment: look again.
-                ledger._load(Listing.of(folder_names(storage, url)))
+                ledger._load(Listing.of(storage.names(url)))
                 return ledger
         raise RunDirectoryError(f"{url}: the ledger's files went away while they were read, {_LOAD_TRIES} times. Try again.")
 
@@ -96,7 +93,7 @@ class LedgerReader:
                 yield line
                 chain, step = line.chain, line.step + 1
 
-    def unit_digests(self, since: Mapping[int, tuple[int, int]]) -> UnitDigests:
+    def unit_digests(self, since: Mapping[int, tuple[int, int]]) -> Recorded:
         """The recorded digests of the units of all windows at or after a place in each source.
 
         Segments are read backward, until for each source one is met that tells of a window at or before its place; this
@@ -108,7 +105,7 @@ class LedgerReader:
         Returns:
             The units of each such window that was recorded.
         """
-        found: UnitDigests = {}
+        found: dict[tuple[int, int, int], UnitDigests] = {}
         wanted = dict(since)
         upto = self._last.step if self._last is not None else 0
         while wanted and upto >= 1:
@@ -207,11 +204,3 @@ def diff(one: LedgerReader, other: LedgerReader) -> Difference | None:
         if fields := differing_fields(line, counterpart):
             return Difference(step=line.step, fields=fields)
     return None
-
-
-def folder_names(storage: Storage, url: str) -> list[str]:
-    """The files in a folder; none if it does not exist."""
-    try:
-        return [entry.path for entry in storage.list_files(url, depth=1)]
-    except FileNotFoundError:
-        return []

@@ -20,7 +20,7 @@ from types import TracebackType
 from zephon_ray.errors import ReplayError, RunDirectoryError
 from zephon_ray.hashing import canonical_json
 from zephon_ray.ledger.line import NO_CHAIN, LedgerLine, describe, differing_fields, folds
-from zephon_ray.ledger.reader import LedgerReader, folder_names
+from zephon_ray.ledger.reader import LedgerReader
 from zephon_ray.ledger.segments import Listing, OpenFile, OpenSegment, Segment, claim_name, open_record, seal, sync_folder
 from zephon_ray.storage import Storage, local_path
 
@@ -61,9 +61,9 @@ class Ledger(LedgerReader):
             RunDirectoryError: the last segment is damaged, or a segment is missing.
             StorageError: the store cannot be written.
         """
-        make_private_folder(storage, url)
+        storage.makedirs(url, private=True)
         ledger = cls(storage, url, *_claim(storage, url))
-        ledger._load(Listing.of(folder_names(storage, url)))
+        ledger._load(Listing.of(storage.names(url)))
         return ledger
 
     def append(self, line: LedgerLine) -> bool:
@@ -221,17 +221,9 @@ class Ledger(LedgerReader):
         return Path(local_path(self.url))
 
 
-def make_private_folder(storage: Storage, url: str) -> None:
-    """Make a folder; on a local disk only its owner may enter it. One that exists is left as it is."""
-    if storage.is_local(url):
-        Path(local_path(url)).mkdir(mode=0o700, parents=True, exist_ok=True)
-    else:
-        storage.makedirs(url)
-
-
 def _claim(storage: Storage, url: str) -> tuple[int, bytes]:
     """Claim the lowest generation above all that are known."""
-    generation = Listing.of(folder_names(storage, url)).newest_generation
+    generation = Listing.of(storage.names(url)).newest_generation
     who = {"host": socket.gethostname(), "pid": os.getpid(), "nonce": os.urandom(16).hex()}
     for _ in range(_CLAIM_TRIES):
         generation += 1

@@ -82,11 +82,7 @@ class Audit:
             return []
 
     def _objects(self) -> list[str]:
-        try:
-            names = [entry.path for entry in self._storage.list_files(self._folder, depth=1)]
-        except FileNotFoundError:
-            return []
-        return sorted(name for name in names if _NAME.fullmatch(name))
+        return sorted(name for name in self._storage.names(self._folder) if _NAME.fullmatch(name))
 
     def _append(self, event: str, fields: Mapping[str, Any]) -> None:
         """Under a lock of the file, since others may append too: a half entry at the end is cut, and the new entry says so."""

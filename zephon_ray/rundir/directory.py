@@ -10,7 +10,6 @@ from typing import Any
 from zephon_ray.errors import RunDirectoryError
 from zephon_ray.hashing import canonical_json
 from zephon_ray.ledger import Ledger, LedgerReader
-from zephon_ray.ledger.writer import make_private_folder
 from zephon_ray.manifest import Shard, SourceManifest
 from zephon_ray.recipe import Recipe
 from zephon_ray.rundir.audit import Audit
@@ -74,7 +73,7 @@ class RunDirectory:
         directory = cls.open(storage, url)
         directory.check_same_run(fingerprint, fields, manifests)
         for name in ("manifests", "ledger", "states"):
-            make_private_folder(storage, storage.join(url, name))
+            storage.makedirs(storage.join(url, name), private=True)
         directory._write_manifests(manifests)
         if created:
             directory.audit("created", fingerprint=fingerprint, versions=lock.versions)
@@ -208,7 +207,7 @@ def _refuse_foreign(storage: Storage, url: str) -> None:
 def _write_lock(storage: Storage, url: str, lock: Lock) -> bool:
     """Whether this process was the one that made it."""
     try:
-        make_private_folder(storage, url)
+        storage.makedirs(url, private=True)
         storage.write_bytes(storage.join(url, _LOCK), lock.to_yaml().encode(), exclusive=True)
     except FileExistsError:
         return False

@@ -47,11 +47,7 @@ class States:
 
     def steps(self) -> list[int]:
         """The steps with a state, ascending."""
-        try:
-            names = [entry.path for entry in self._storage.list_files(self._url, depth=1)]
-        except FileNotFoundError:
-            return []
-        return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
+        return sorted(int(match[1]) for match in map(_NAME.fullmatch, self._storage.names(self._url)) if match)
 
     def load(self, step: int) -> bytes:
         """The state after a step.
