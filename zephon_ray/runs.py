@@ -5,28 +5,25 @@ A run is made of steps; its directory holds what each of them was. Nothing here 
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 
-import numpy as np
-
-from zephon_ray.batches import GlobalBatch, fold
-from zephon_ray.collector import Recorded, prepare
+from zephon_ray.batches import GlobalBatch, fold, row_digests
+from zephon_ray.collector import prepare
 from zephon_ray.errors import ReplayError, RunDirectoryError, UserError
-from zephon_ray.hashing import digest128
-from zephon_ray.ledger import Ledger, LedgerLine, LedgerReader, differing_fields
+from zephon_ray.ledger import Ledger, LedgerLine, LedgerReader, Recorded, differing_fields
 from zephon_ray.ledger.line import NO_CHAIN, describe
-from zephon_ray.loader import Stream
 from zephon_ray.recipe import Recipe
 from zephon_ray.recipe_fields import StorageSpec
 from zephon_ray.rundir import STATE_EVERY, RunDirectory
 from zephon_ray.runners.base import Job, RunnerStats
 from zephon_ray.state import Identity, StreamState, from_bytes, to_bytes
 from zephon_ray.storage import Storage
+from zephon_ray.stream import Stream
+from zephon_ray.telemetry import cpu_seconds
 
 OnStep = Callable[[GlobalBatch], None]
 
@@ -101,12 +98,12 @@ def produce(
     """
     recipe.check_dp(0, dp_size)
     if steps < 0:
-        raise UserError(f"steps={steps}: must be 0 or more")
-    began, cpu = time.monotonic(), _cpu_seconds()
+        raise UserError(f"steps={steps} is below 0. Give the last step to make, 0 or more")
+    began, cpu = time.monotonic(), cpu_seconds()
     prepared = prepare(recipe)
     with _Writer.open(recipe, out, prepared) if out is not None else nullcontext() as writer:
         before = writer.ledger.last if writer else None
-        made = _Made(last=before)
+        made = _Made(sources=len(recipe.sources), before=before, last=before)
         if made.last_step < steps:
             state, recorded = writer.resume() if writer else (None, None)
             stream = Stream(recipe, runner=runner, workers=workers, state=state, recorded=recorded, prepared=prepared)
@@ -115,27 +112,21 @@ def produce(
                 made.stats = stream.stats()
     if writer:
         writer.directory.audit("stopped", step=made.last_step, ended=made.ended)
-    nothing = (0,) * len(recipe.sources)
-    pairs, pairs_before = made.last.pairs if made.last else nothing, before.pairs if before else nothing
-    return RunSummary(
-        first_step=(before.step if before else 0) + 1,
-        last_step=made.last_step,
-        ended=made.ended,
-        digest=made.last.digest if made.last else "",
-        chain=made.last.chain if made.last else NO_CHAIN,
-        pairs=pairs,
-        made_pairs=tuple(now - then for now, then in zip(pairs, pairs_before, strict=True)),
-        padding=made.padding,
-        seconds=time.monotonic() - began,
-        cpu_seconds=_cpu_seconds() - cpu,
-        stats=made.stats,
-    )
+    return made.summary(time.monotonic() - began, cpu_seconds() - cpu)
 
 
 @dataclass(kw_only=True, slots=True)
 class _Made:
-    """What `produce` has made so far."""
+    """What `produce` has made so far.
 
+    Args:
+        sources: how many the recipe has.
+        before: the step that was there already, None for none.
+        last: the newest step.
+    """
+
+    sources: int
+    before: LedgerLine | None
     last: LedgerLine | None
     padding: int = 0
     ended: bool = False
@@ -144,6 +135,24 @@ class _Made:
     @property
     def last_step(self) -> int:
         return self.last.step if self.last else 0
+
+    def summary(self, seconds: float, cpu: float) -> RunSummary:
+        """All of it, made in so many seconds of wall clock and of CPU."""
+        nothing = (0,) * self.sources
+        pairs, pairs_before = self.last.pairs if self.last else nothing, self.before.pairs if self.before else nothing
+        return RunSummary(
+            first_step=(self.before.step if self.before else 0) + 1,
+            last_step=self.last_step,
+            ended=self.ended,
+            digest=self.last.digest if self.last else "",
+            chain=self.last.chain if self.last else NO_CHAIN,
+            pairs=pairs,
+            made_pairs=tuple(now - then for now, then in zip(pairs, pairs_before, strict=True)),
+            padding=self.padding,
+            seconds=seconds,
+            cpu_seconds=cpu,
+            stats=self.stats,
+        )
 
 
 def _make(
@@ -168,22 +177,16 @@ def _make(
                 on_step(batch)
 
 
-def _cpu_seconds() -> float:
-    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(u.ru_utime + u.ru_stime for u in usages)
-
-
 def _check_ranks(batch: GlobalBatch, dp_size: int) -> None:
     """Fold the digest again from the arrays that the ranks are given."""
     if dp_size == 1:
         return
-    digests = []
-    for rank in range(dp_size):
-        part = batch.of_rank(rank, dp_size)
-        columns = zip(part.inputs.view(np.int32), part.labels, part.positions, strict=True)
-        digests += [digest128(np.concatenate(row)) for row in columns]
+    digests = [digest for rank in range(dp_size) for digest in row_digests(batch.of_rank(rank, dp_size))]
     if fold(batch.step, bytes(16), digests)[0] != batch.digest:
-        raise ReplayError(f"step {batch.step}: the rows of {dp_size} ranks, joined, do not give the digest of the global batch")
+        raise ReplayError(
+            f"step {batch.step}: the rows of {dp_size} ranks, joined, do not give the digest of the global batch."
+            " Memory was damaged, or this is a fault of zephon_ray: run the step again elsewhere, and report it if it stays"
+        )
 
 
 class _Writer:
@@ -296,8 +299,14 @@ def verify(
 
 def _compare(line: LedgerLine, batch: GlobalBatch | None, on_step: OnStep | None) -> None:
     if batch is None:
-        raise ReplayError(f"step {line.step}: the ledger holds it, and the stream made again has ended before it")
+        raise ReplayError(
+            f"step {line.step}: the ledger holds it, and the stream made again has ended before it."
+            " Restore the data that the run was made from, and look whether code or libraries have changed"
+        )
     if differing := differing_fields(line, batch.ledger_line):
-        raise ReplayError(f"step {line.step} differs: {describe(differing, 'recorded', 'made now')}")
+        raise ReplayError(
+            f"step {line.step} differs: {describe(differing, 'recorded', 'made now')}."
+            " Look whether data, code or libraries have changed: the versions of the run stand in its recipe.lock.yaml"
+        )
     if on_step:
         on_step(batch)

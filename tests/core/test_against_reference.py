@@ -18,7 +18,7 @@ import zephon_ray
 from tests.corpora import Corpus, corpora, steps_worth
 from tests.reference import Batch, Run
 from tests.reference.product import state_as_plain
-from zephon_ray.loader import Stream
+from zephon_ray.stream import Stream
 
 RANDOM = settings(
     deadline=None,

@@ -9,9 +9,9 @@ from tests.golden_cases import GoldenCase
 from zephon_ray.batches import GlobalBatch, fold
 from zephon_ray.collector import prepare
 from zephon_ray.hashing import digest128
-from zephon_ray.loader import Stream
 from zephon_ray.recipe import load_recipe
 from zephon_ray.state import from_bytes, to_bytes
+from zephon_ray.stream import Stream
 
 
 def check(batch: GlobalBatch | None, case: GoldenCase, step: int) -> GlobalBatch:

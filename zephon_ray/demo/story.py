@@ -11,25 +11,22 @@ folded again, and a variant is what that gave.
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from zephon_ray.batches import Batch, GlobalBatch, fold
+from zephon_ray.batches import GlobalBatch, fold, row_digests
 from zephon_ray.collector import prepare
 from zephon_ray.errors import SystemFault, UserError
-from zephon_ray.hashing import digest128
-from zephon_ray.loader import Stream
 from zephon_ray.recipe import Recipe
 from zephon_ray.runners.base import Job
 from zephon_ray.runners.registry import default_workers
 from zephon_ray.state import Identity
+from zephon_ray.stream import Stream
+from zephon_ray.telemetry import cpu_seconds
 
 LEAST_STEPS = 6
 """So that there is a step to kill at, one to stop at, and one to go on with."""
@@ -164,16 +161,16 @@ class _Telling:
         """Run steps first..last for some ranks. Returns the variant, and the state after it."""
         runner = self._runner if kill_after is None else "processes"
         self._say(f"{name}: steps {first} to {last} (runner {runner})")
-        began, cpu = time.monotonic(), _cpu_seconds()
+        began, cpu = time.monotonic(), cpu_seconds()
         ranks = _Ranks(dp_size)
         killed: Killed | None = None
         pairs, padding = (0,) * len(self._recipe.sources), 0
-        with _opened(Stream(self._recipe, runner=runner, workers=self._workers, state=state, prepared=self._prepared)) as stream:
+        with closing(Stream(self._recipe, runner=runner, workers=self._workers, state=state, prepared=self._prepared)) as stream:
             ranks.chain = stream.state.chain
             for step in range(first, last + 1):
                 batch = stream.next_batch()
                 if batch is None:
-                    raise SystemFault(f"{name}: the stream ended before step {step}")
+                    raise SystemFault(f"{name}: the stream ended before step {step}. Tell a story of at most {step - 1} steps")
                 ranks.take(batch)
                 pairs, padding = batch.pairs, padding + batch.padding
                 if step == kill_after:
@@ -182,7 +179,7 @@ class _Telling:
             after, stats = stream.state_bytes(), stream.stats()
         variant = Variant(
             name=name, dp_size=dp_size, runner=runner, first=first, digests=tuple(ranks.digests), chains=tuple(ranks.chains), pairs=pairs,
-            padding=padding, seconds=time.monotonic() - began, cpu_seconds=_cpu_seconds() - cpu, units=stats.units, retries=stats.retries,
+            padding=padding, seconds=time.monotonic() - began, cpu_seconds=cpu_seconds() - cpu, units=stats.units, retries=stats.retries,
             killed=killed,
         )  # fmt: skip
         return variant, after
@@ -198,25 +195,10 @@ class _Ranks:
         self.chains: list[bytes] = []
 
     def take(self, batch: GlobalBatch) -> None:
-        rows = [digest for rank in range(self._dp_size) for digest in _row_digests(batch.of_rank(rank, self._dp_size))]
+        rows = [digest for rank in range(self._dp_size) for digest in row_digests(batch.of_rank(rank, self._dp_size))]
         digest, self.chain = fold(batch.step, self.chain, rows)
         self.digests.append(digest)
         self.chains.append(self.chain)
-
-
-def _row_digests(batch: Batch) -> Iterator[bytes]:
-    """Digests of one rank's rows from copies of its arrays, as a trainer in another process would have them."""
-    arrays = batch.inputs.astype("<u4"), batch.labels.astype("<i4"), batch.positions.astype("<i4")
-    for row in zip(*arrays, strict=True):
-        yield digest128(b"".join(np.ascontiguousarray(part).tobytes() for part in row))
-
-
-@contextmanager
-def _opened(stream: Stream) -> Iterator[Stream]:
-    try:
-        yield stream
-    finally:
-        stream.close()
 
 
 def _kill_a_worker() -> int:
@@ -235,8 +217,3 @@ def _kill_a_worker() -> int:
             os.kill(int(entry.name), signal.SIGKILL)
             return int(entry.name)
     raise SystemFault("there is no worker process to kill. The demo looks for one in /proc, which only Linux has")
-
-
-def _cpu_seconds() -> float:
-    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)

@@ -1,0 +1,96 @@
+"""A stream: the global batches of a recipe from a state on, together with the runner that makes their units.
+
+It is what a loader is for one rank, for the whole run: runs, the demo and the feed cut its batches for all ranks.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+from zephon_ray.batches import GlobalBatch
+from zephon_ray.collector import Collector, prepare
+from zephon_ray.ledger import Recorded
+from zephon_ray.prefetch import Prefetch
+from zephon_ray.recipe import Recipe
+from zephon_ray.runners import default_workers, make_runner
+from zephon_ray.runners.base import Job, Runner, RunnerStats
+from zephon_ray.state import Identity, from_bytes, to_bytes
+
+_CLOSE_S = 30.0
+"""How long `close` waits for the batch in the making."""
+
+
+class Stream:
+    """Global batches, one after the other. Close it: it may hold threads and processes.
+
+    Args:
+        recipe: checked already.
+        runner: its name; None for the recipe's.
+        workers: of the runner; None for as many as the recipe allows and the machine has.
+        state: bytes of a state; None for the beginning.
+        recorded: digests of windows that will be read again, to be compared.
+        prepared: what `prepare(recipe)` gave, where the caller has it.
+
+    Raises:
+        RecipeError, SourceError, StorageError: the tokenizer or the data cannot be used.
+        StateError: the state is damaged or belongs to another run.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        runner: str | None = None,
+        workers: int | None = None,
+        state: bytes | None = None,
+        recorded: Recorded | None = None,
+        prepared: tuple[Job, Identity] | None = None,
+    ) -> None:
+        job, self.identity = prepared or prepare(recipe)
+        start = None if state is None else from_bytes(state, self.identity)
+        name = runner or recipe.execution.runner
+        self._runner = make_runner(name, workers if workers is not None else default_workers(recipe))
+        self._prefetch: Prefetch | None = None
+        try:
+            collector = Collector(job, self._runner, start, recorded)
+            self.state = collector.state
+            depth = recipe.execution.prefetch_steps if self._runner.reads_ahead else 0
+            self._prefetch = Prefetch(collector.next_batch, depth) if depth else None
+        except BaseException:
+            self._runner.close()
+            raise
+        self._next = self._prefetch.take if self._prefetch else collector.next_batch
+        self._closer = weakref.finalize(self, _close, self._runner, self._prefetch)
+
+    def next_batch(self) -> GlobalBatch | None:
+        """The next global batch; None at the end of the stream, and once closed.
+
+        Raises:
+            BadRecordError, SourceError, DataChangedError, StorageError, RunnerError: as `Collector.next_batch`.
+        """
+        if not self._closer.alive:
+            return None
+        batch = self._next()
+        if batch is not None:
+            self.state = batch.state
+        return batch
+
+    def state_bytes(self) -> bytes:
+        """The state after the last batch that was taken."""
+        return to_bytes(self.state, self.identity)
+
+    def stats(self) -> RunnerStats:
+        """What the runner did so far."""
+        return self._runner.stats()
+
+    def close(self) -> None:
+        """End threads and processes; again does nothing."""
+        self._closer()
+
+
+def _close(runner: Runner, prefetch: Prefetch | None) -> None:
+    if prefetch:
+        prefetch.close()
+    runner.close()
+    if prefetch:
+        prefetch.join(_CLOSE_S)
