@@ -67,11 +67,17 @@ class Standing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _End:
-    """A source at its end under `continue`: a lane has left it once it took a piece of a later (time, source)."""
+    """A source at its end under `continue`: a lane has left it once it took a piece of a later (time, source).
+
+    Args:
+        source: index in the recipe.
+        times: int64 [lanes], virtual time at which each lane would have taken its next piece of it.
+        window: ordinal of the window after its last.
+    """
 
     source: int
     times: I64
-    window: int  # ordinal of the window after its last
+    window: int
 
     def left_by(self, times: I64, sources: I64, lanes: I64) -> npt.NDArray[np.bool_]:
         own = self.times[lanes]

@@ -55,7 +55,9 @@ class StreamState:
     """A stream after `step` (0: before the first).
 
     Args:
+        step: the last one that was taken.
         chain: 16 bytes, all zero at step 0.
+        lanes: where the lanes stand.
     """
 
     step: int
@@ -103,6 +105,10 @@ def step_of(data: bytes) -> int:
 
 def from_bytes(data: bytes, identity: Identity) -> StreamState:
     """Read a state and check that it belongs to this run.
+
+    Args:
+        data: what `to_bytes` gave.
+        identity: of this run.
 
     Raises:
         StateError: the bytes are damaged, of another version, or of a run with another recipe, tokenizer or data

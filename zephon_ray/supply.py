@@ -24,7 +24,11 @@ from zephon_ray.stages.unit import TokenisedUnit
 
 
 class Memory:
-    """Bytes of ids that all small sources of a stream may keep together."""
+    """Bytes of ids that all small sources of a stream may keep together.
+
+    Args:
+        limit_bytes: at least 0.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self.left = limit_bytes
@@ -70,7 +74,9 @@ class SourceSupply:
         self._unused: deque[tuple[int, WindowUse, LeftOutCounts]] = deque()
         self._next_ordinal, self._used_before = 0, -1
         if not manifest.num_groups:
-            raise SourceError(f"source {self.name!r}: none of its {len(manifest.shards)} shards holds a record")
+            raise SourceError(
+                f"source {self.name!r}: none of its {len(manifest.shards)} shards holds a record. Look at its uri, or leave it out"
+            )
 
     @property
     def done(self) -> bool:
@@ -92,6 +98,10 @@ class SourceSupply:
 
         A window that cannot be used is an error only when it is the first that is asked for, so that every step that can
         be made without it is made.
+
+        Args:
+            pairs: at least 1.
+            most: windows, at least 1.
 
         Raises:
             BadRecordError, SourceError, DataChangedError, StorageError: the next window cannot be used.

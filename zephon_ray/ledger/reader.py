@@ -18,6 +18,7 @@ from zephon_ray.ledger.segments import Listing, OpenSegment, Segment, read_open,
 from zephon_ray.storage import Storage
 
 _LOAD_TRIES = 5
+_MEND = "Restore the ledger from a copy of the directory, or remove the segments that are not this run's."
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class LedgerReader:
                 if not folds(line, chain):
                     raise RunDirectoryError(
                         f"{self.url}: the chain of step {line.step}, {line.chain}, does not follow from that of the "
-                        f"step before, {chain}: segments of different runs lie here."
+                        f"step before, {chain}: segments of different runs lie here. {_MEND}"
                     )
                 yield line
                 chain, step = line.chain, line.step + 1
@@ -141,7 +142,7 @@ class LedgerReader:
             for other in self._lines_of(segment).values():
                 if differing := differing_fields(lines.get(other.step, other), other):
                     said = describe(differing, "elsewhere", f"in {segment.name}")
-                    raise RunDirectoryError(f"{self.url}: two segments disagree about step {other.step}: {said}.")
+                    raise RunDirectoryError(f"{self.url}: two segments disagree about step {other.step}: {said}. {_MEND}")
         return [line for line in lines.values() if line.step >= step]
 
     def _overlapping(self, first: int, last: int) -> list[Segment]:
@@ -180,7 +181,7 @@ class LedgerReader:
         end = self._last.step if self._last is not None else 0
         chain = self._last.chain if self._last is not None else NO_CHAIN
         if any(line.step == end and line.chain != chain for line in lines):
-            raise RunDirectoryError(f"{url}: step {end} differs from the one that is sealed. Segments of different runs lie here.")
+            raise RunDirectoryError(f"{url}: step {end} differs from the one that is sealed: segments of different runs lie here. {_MEND}")
         new = [line for line in lines if line.step > end]
         if new and (new[0].step != end + 1 or not folds(new[0], chain)):
             raise RunDirectoryError(

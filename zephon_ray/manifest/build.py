@@ -44,7 +44,10 @@ def build_manifest(recipe: Recipe, index: int, storage: Storage) -> SourceManife
         source=index, name=spec.name, text_field=spec.text_field, unit_bytes=recipe.unit_bytes_of(index), shards=shards
     )
     if not manifest.num_groups:
-        raise SourceError(f"source {spec.name!r}: no document: its {len(shards)} files at {recipe.source_url(index)} hold no rows.")
+        raise SourceError(
+            f"source {spec.name!r}: no document: its {len(shards)} files at {recipe.source_url(index)} hold no rows."
+            " Look at the uri, or leave the source out."
+        )
     return manifest
 
 

@@ -48,9 +48,16 @@ def phases(*, seed: int, source: int, lanes: int, sequence_length: int) -> I64:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Deal:
-    """What was dealt together: enough to say what had been dealt before each of its windows."""
+    """What was dealt together: enough to say what had been dealt before each of its windows.
 
-    first: int  # ordinal of its first window
+    Args:
+        first: ordinal of its first window.
+        positions: the windows' starts.
+        before: int64 [lanes], pairs dealt to each lane before it.
+        window, lane, pairs: int64 [pieces], ordinal of its window, its lane, its pairs.
+    """
+
+    first: int
     positions: tuple[Position, ...]
     before: I64
     window: I64

@@ -45,6 +45,7 @@ class UnitShape:
 
     Args:
         window: number of its window among those that are cut together, from 0.
+        epoch, group, unit: its name within the source, each from 0.
         offsets: int64 [documents + 1], where each document's ids begin in the pool.
     """
 
@@ -57,7 +58,13 @@ class UnitShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CutPieces:
-    """Pieces in the order of dealing; all int64 [n]."""
+    """Pieces in the order of dealing; all int64 [n].
+
+    Args:
+        window: as in `UnitShape`, ascending.
+        start: where the piece's first id lies in the pool.
+        pairs: in [1, M].
+    """
 
     window: I64
     start: I64

@@ -66,7 +66,10 @@ class Lock:
         try:
             recipe = recipe_from_dict(data.get("recipe"), where.rpartition("/")[0] or "/")
         except RecipeError as error:
-            raise RunDirectoryError(f"{where}: its recipe is damaged, or of another version of zephon-ray:\n{error}") from error
+            raise RunDirectoryError(
+                f"{where}: its recipe is damaged, or of another version of zephon-ray. Restore it from a copy, or use the version "
+                f"that wrote it ({versions.get('zephon-ray')}):\n{error}"
+            ) from error
         sources = range(len(recipe.sources))
         parts = recipe, str(fields.get("tokenizer.sha256")), [str(fields.get(f"sources[{index}].manifest")) for index in sources]
         if data.get("fingerprint") != fingerprint(*parts) or fields != fingerprint_fields(*parts):

@@ -60,7 +60,8 @@ class States:
         data = file[len(_head(step, b"")) : -len(_END)]
         if file != _head(step, data) + data + _END:
             raise StateError(
-                f"{self._place(step)}: the saved state of step {step} is damaged ({len(file)} bytes do not match its checksum)."
+                f"{self._place(step)}: the saved state of step {step} is damaged ({len(file)} bytes do not match its checksum). "
+                "Use an older one, or restore it from a copy."
             )
         return data
 

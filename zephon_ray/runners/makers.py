@@ -145,7 +145,10 @@ class InChild:
                     )
             except OSError as error:
                 ours.close()
-                raise RunnerError(f"a worker process cannot be started with {sys.executable!r}: {error}") from error
+                raise RunnerError(
+                    f"a worker process cannot be started with {sys.executable!r}: {error}."
+                    " Use fewer workers (execution.workers.max), or another runner: --set execution.runner=threads"
+                ) from error
         self._sock = ours
         if self._interrupted:
             self._bury()
