@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tests.golden_cases import GOLDEN
 from zephon_ray.recipe import Recipe, recipe_from_dict
+from zephon_ray.testing import SPECIALS, documents, write_lines
 
-SPECIALS = {"bos": "<|bos|>", "eos": "<|eos|>", "pad": "<|pad|>"}
-
-
-def documents(n: int, words: int = 30, seed: int = 0) -> list[str]:
-    """`n` different texts of 1 to 2*words words, the same everywhere."""
-    return [" ".join(f"w{(i * 31 + k * 7 + seed) % 997}" for k in range(1 + (i * 7919 + seed) % (2 * words))) for i in range(n)]
-
-
-def write_lines(path: Path, docs: Sequence[Any]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps({"text": doc}) + "\n" for doc in docs))
-    return path
+__all__ = ["a_recipe", "documents", "fields", "write_lines"]
 
 
 def fields(sources: Mapping[str, Mapping[str, Any]] | None = None, **over: Any) -> dict[str, Any]:
