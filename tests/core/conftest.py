@@ -20,9 +20,9 @@ class _Refuse(MetaPathFinder):
         return None
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _forbidden_imports_raise() -> Iterator[None]:
-    """Refuses imports in this process while tests of this folder run; `test_imports.py` does so in a fresh one."""
+    """Refuses imports in this process while a module of this folder runs, and no longer; `test_imports.py` does so in a fresh one."""
     refuse = _Refuse()
     sys.meta_path.insert(0, refuse)
     yield
