@@ -16,6 +16,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,6 +137,14 @@ def test_a_block_that_fails_is_seen(tmp_path: Path) -> None:
 
 def test_readme_and_contract_have_blocks_that_run() -> None:
     assert {"README.md", "docs/contract.md"} <= set(_ids(RUNNING))
+
+
+def test_the_architecture_names_the_layers_that_the_linter_holds() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+    held = {name for layer in contracts[0]["layers"] for name in re.findall(r"\w+", layer)} - {"__main__"}
+    table = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("| layer |")[2].partition("\n\n")[0]
+    firsts = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert {name for first in firsts for name in re.findall(r"`(\w+)`", first)} == held
 
 
 WITH_EXAMPLES = sorted(p for p in (ROOT / "zephon_ray").rglob("*.py") if ">>> " in p.read_text(encoding="utf-8"))
