@@ -15,9 +15,8 @@ import numpy.typing as npt
 from zephon_ray.hashing import digest128
 from zephon_ray.plan.dealing import Dealer, SourceStart
 from zephon_ray.plan.packing import PADDING, Segments
-from zephon_ray.plan.pieces import Pieces, within
+from zephon_ray.plan.pieces import I64, Pieces, within
 
-I64 = npt.NDArray[np.int64]
 I32 = npt.NDArray[np.int32]
 
 IGNORE = -100

@@ -59,6 +59,14 @@ class Collector:
         runner: not started yet; the caller closes it.
         state: where to go on; None for the beginning.
         recorded: digests of windows that will be read again, to be compared.
+
+    Attributes:
+        state: after the last batch that was made.
+
+    Raises:
+        StateError: a position of the state does not fit the data.
+        SourceError: a source has no group.
+        RunnerError: the runner was started before, or its workers cannot be.
     """
 
     def __init__(self, job: Job, runner: Runner, state: StreamState | None = None, recorded: Recorded | None = None) -> None:

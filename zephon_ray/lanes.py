@@ -16,11 +16,10 @@ import numpy.typing as npt
 from zephon_ray.chunk import Chunk, Standing, StepRows
 from zephon_ray.plan.dealing import Dealer, SourceStart, phases
 from zephon_ray.plan.packing import SEGMENT, Laid, Segments, lay_fills, lay_padding, lay_wrap
-from zephon_ray.plan.pieces import PIECE, Pieces, UnitShape, cut_pieces, join
+from zephon_ray.plan.pieces import I64, PIECE, Pieces, UnitShape, cut_pieces, join
 from zephon_ray.plan.windows import Position
 from zephon_ray.recipe import Recipe
 
-I64 = npt.NDArray[np.int64]
 _NEVER = np.iinfo(np.int64).max
 
 

@@ -94,15 +94,6 @@ def _source_json(source: SourceStart) -> dict[str, Any]:
     }
 
 
-def step_of(data: bytes) -> int:
-    """The step that a state was saved after.
-
-    Raises:
-        StateError: as `from_bytes`.
-    """
-    return _number(_open(data).get("step"), "step")
-
-
 def from_bytes(data: bytes, identity: Identity) -> StreamState:
     """Read a state and check that it belongs to this run.
 

@@ -49,6 +49,15 @@ class SourceSupply:
         position: of the first window.
         memory: shared with the other sources.
         recorded: what the ledger holds of windows that are read again: (epoch, window) -> the digests of its units.
+
+    Attributes:
+        source, name: of the source.
+        fed: windows given so far.
+        pairs: next-token pairs in them.
+        remembered: a whole epoch is kept, so no unit is needed any more.
+
+    Raises:
+        SourceError: the source has no group.
     """
 
     def __init__(

@@ -16,11 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from zephon_ray.hashing import PHASE, key64
-from zephon_ray.plan.pieces import PIECE, CutPieces, Pieces
+from zephon_ray.plan.pieces import I64, PIECE, CutPieces, Pieces
 from zephon_ray.plan.windows import Position
 from zephon_ray.recipe import SHARE_BITS
-
-I64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

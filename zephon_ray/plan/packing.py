@@ -15,9 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from zephon_ray.plan.pieces import Pieces, join, within
-
-I64 = npt.NDArray[np.int64]
+from zephon_ray.plan.pieces import I64, Pieces, join, within
 
 PADDING = -1
 """Number of the pool of a segment that is padding."""

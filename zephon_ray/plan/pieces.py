@@ -16,6 +16,7 @@ import numpy.typing as npt
 from zephon_ray.hashing import DOC_ORDER, extend_key64, key64
 
 I64 = npt.NDArray[np.int64]
+"""What lengths, places and counts are kept in, all through the order."""
 
 PIECE = np.dtype(
     [
