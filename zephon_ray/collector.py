@@ -12,7 +12,7 @@ import numpy as np
 
 from zephon_ray.batches import GlobalBatch, fold
 from zephon_ray.chunk import Chunk
-from zephon_ray.errors import RunnerError
+from zephon_ray.errors import RunnerError, SourceError
 from zephon_ray.lanes import LaneGroup, Want, beginning
 from zephon_ray.ledger.line import Recorded, UnitDigests
 from zephon_ray.manifest import build_manifests
@@ -96,12 +96,14 @@ class Collector:
         """The next global batch; None at the end of the stream.
 
         Raises:
-            BadRecordError, SourceError, DataChangedError, StorageError: the data cannot be used.
+            BadRecordError, SourceError, DataChangedError, StorageError: the data cannot be used, or does not make one batch.
             RunnerError: the workers gave nothing in time, or go on dying.
         """
         if self._chunk is None or not self._chunk.left:
             self._chunk = self._next_chunk()
         if self._chunk is None:
+            if not self.state.step:
+                raise self._no_batch_at_all()
             return None
         rows = self._chunk.next_step()
         step = self.state.step + 1
@@ -120,6 +122,15 @@ class Collector:
             windows={source: windows for source, (windows, _) in enumerate(uses) if windows},
             left_out={source: counts for source, (_, counts) in enumerate(uses) if any(counts)},
             lanes=lanes,
+        )
+
+    def _no_batch_at_all(self) -> SourceError:
+        recipe = self._job.recipe
+        return SourceError(
+            f"recipe {recipe.name!r}: its stream ends before the first global batch. The epochs of its sources give"
+            f" {sum(s.pairs for s in self._supplies)} next-token pairs, and a batch of {recipe.global_batch_size} rows takes"
+            f" {recipe.global_batch_size * recipe.sequence_length}, as many from every lane. Give it more epochs or a smaller batch,"
+            " or write final_batch: pad"
         )
 
     def _next_chunk(self) -> Chunk | None:

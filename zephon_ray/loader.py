@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from zephon_ray.batches import Batch
-from zephon_ray.errors import StateError
+from zephon_ray.errors import StateError, UserError
 from zephon_ray.recipe import Recipe, load_recipe
 from zephon_ray.runners.base import RunnerStats
 from zephon_ray.stream import Stream
@@ -35,7 +35,7 @@ class Loader:
 
     Raises:
         RecipeError: the recipe is wrong, or the data-parallel size does not fit it.
-        When first used also SourceError, StateError, StorageError; while iterating BadRecordError, SourceError,
+        When first used also UserError (it is closed), SourceError, StateError, StorageError; while iterating BadRecordError, SourceError,
         DataChangedError, StorageError, RunnerError.
     """
 
@@ -59,6 +59,8 @@ class Loader:
 
     def _open(self) -> Stream:
         if self._stream is None:
+            if self._closed:
+                raise UserError("this loader was closed before it was used. Make a new one, or give it a state with load_state_dict")
             self._stream = Stream(self.recipe, runner=self._runner, workers=self._workers, state=self._state)
         return self._stream
 
@@ -66,7 +68,7 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        if self._closed:
+        if self._closed and self._stream is not None:
             raise StopIteration
         batch = self._open().next_batch()
         if batch is None:

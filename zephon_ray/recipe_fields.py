@@ -152,7 +152,8 @@ class SourceSpec(Fields):
         epochs: how often it is read; None: for ever.
         unit_bytes: overrides the recipe's.
         window_groups: overrides that of `shuffle`.
-        max_bad_records: how many bad records are skipped before the run stops; None: any number. Only with `on_bad_record: skip`.
+        max_bad_records: how many bad records are skipped in one epoch, counted since the process started, before the run stops;
+            None: any number. Only with `on_bad_record: skip`.
     """
 
     name: Annotated[Text, AfterValidator(_name)]

@@ -281,6 +281,7 @@ def verify(
     directory = RunDirectory.open(Storage(StorageSpec() if recipe is None else recipe.execution.storage), out)
     recipe = recipe or directory.lock.recipe
     job, identity = prepare(recipe)
+    directory.verify_audit()
     directory.check_same_run(identity.fingerprint, identity.fields, job.manifests)
     ledger = directory.read_ledger()
     end = ledger.last.step if ledger.last else 0

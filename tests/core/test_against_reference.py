@@ -18,6 +18,7 @@ import zephon_ray
 from tests.corpora import Corpus, corpora, steps_worth
 from tests.reference import Batch, Run
 from tests.reference.product import state_as_plain
+from zephon_ray.errors import SourceError
 from zephon_ray.stream import Stream
 
 RANDOM = settings(
@@ -66,8 +67,12 @@ def check_run(corpus: Corpus, data: st.DataObject) -> None:
             for batch in expected:
                 check_batch(next(stream), batch, rank, ranks)
                 assert state_as_plain(loader.state_dict(), best_fit=best_fit) == batch.state
-            if ends:
+            if ends and not expected:
+                with pytest.raises(SourceError, match="ends before the first global batch"):
+                    next(stream)
+            elif ends:
                 assert next(stream, None) is None
+            if ends:
                 after = expected[-1].state if expected else before
                 assert state_as_plain(loader.state_dict(), best_fit=best_fit) == after
 
@@ -87,7 +92,7 @@ def check_resumed(corpus: Corpus, data: st.DataObject) -> None:
                     check_batch(got, batch, rank, ranks)
                 state, at = loader.state_dict(), stop
                 assert stop == 0 or state_as_plain(state, best_fit=best_fit) == expected[stop - 1].state
-                if ends and stop == len(expected):
+                if ends and expected and stop == len(expected):
                     assert next(iter(loader), None) is None
 
 

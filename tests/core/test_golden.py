@@ -69,6 +69,7 @@ def test_processes_give_the_contracts_digests_in_every_case(golden_case: GoldenC
     run_whole(golden_case, "processes")
 
 
+@pytest.mark.timeout(600)
 def test_every_step_can_be_resumed_and_saves_the_state_of_the_unbroken_run(golden_case: GoldenCase) -> None:
     """Each resume makes two steps; as the states after them equal the unbroken run's, so does all that follows."""
     recipe = load_recipe(golden_case.recipe)

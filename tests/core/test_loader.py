@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +13,10 @@ import psutil
 import pytest
 
 from tests.small import a_recipe, documents, fields, write_lines
-from zephon_ray.errors import BadRecordError, RecipeError, SourceError
+from zephon_ray.errors import BadRecordError, RecipeError, SourceError, UserError
 from zephon_ray.loader import Loader
 from zephon_ray.recipe import Recipe, recipe_from_dict
+from zephon_ray.stream import Stream
 
 TWO = {"a": {"weight": 0.7}, "b": {"weight": 0.3}}
 
@@ -240,3 +241,52 @@ def test_a_source_without_documents_is_an_error_that_names_it(tmp_path: Path, co
     recipe = a_recipe(tmp_path, {"a": {}, "void": {"weight": 0.01}})
     with pytest.raises(SourceError, match="'void'"), Loader(recipe, runner=runner) as loader:
         digests(loader, 500)
+
+
+def test_a_stream_too_short_for_one_batch_is_an_error_and_not_an_empty_one(tmp_path: Path) -> None:
+    recipe = a_recipe(tmp_path, {"a": {"epochs": 1}}, global_batch_size=4096)
+    for runner in ("inline", "threads"):
+        with Loader(recipe, runner=runner) as loader:
+            for _ in range(2):
+                with pytest.raises(SourceError, match=r"ends before the first global batch.*final_batch: pad"):
+                    next(loader)
+    padded = a_recipe(tmp_path, {"a": {"epochs": 1}}, global_batch_size=4096, final_batch="pad")
+    with Loader(padded) as loader:
+        assert len(list(loader)) == 1
+
+
+def test_a_loader_that_was_closed_before_use_says_so(tmp_path: Path) -> None:
+    loader = Loader(a_recipe(tmp_path), runner="threads")
+    loader.close()
+    threads = set(threading.enumerate())
+    for use in (loader.state_dict, loader.stats, lambda: next(loader)):
+        with pytest.raises(UserError, match="closed before it was used"):
+            use()
+    assert set(threading.enumerate()) == threads
+
+
+MIXTURES: list[tuple[dict[str, dict[str, float]], dict[str, object]]] = [
+    ({"a": {"weight": 0.7}, "b": {"weight": 0.3}}, {}),
+    ({"a": {"weight": 0.9}, "b": {"weight": 0.05}, "c": {"weight": 0.05}}, {"packing": {"algorithm": "wrap", "max_document_tokens": 20}}),
+    ({"a": {"weight": 3}, "b": {"weight": 1}}, {"packing": {"algorithm": "best_fit", "buffer": 8}, "lanes": 4}),
+]
+
+
+@pytest.mark.parametrize(("sources", "over"), MIXTURES)
+def test_the_mixture_stays_within_the_proven_bound_in_every_lane_at_every_step(
+    tmp_path: Path, sources: dict[str, dict[str, float]], over: dict[str, object]
+) -> None:
+    """(longest piece + sequence_length) * (1 + share * (sources - 2)) pairs, from the counts in the states."""
+    recipe = a_recipe(tmp_path, sources, **over)
+    shares = np.array(recipe.shares()) / sum(recipe.shares())
+    bound = (recipe.max_piece_pairs + recipe.sequence_length) * (1 + shares * (len(shares) - 2))
+    with closing(Stream(recipe)) as stream:
+        begun = np.stack([s.counts for s in stream.state.lanes.sources])
+        worst = 0.0
+        for _ in range(300):
+            batch = stream.next_batch()
+            assert batch is not None
+            taken = np.stack([s.counts for s in batch.lanes.sources]) - begun
+            due = taken.sum(axis=0) * shares[:, None]
+            worst = max(worst, float((np.abs(taken - due) / bound[:, None]).max()))
+    assert 0.05 < worst <= 1
