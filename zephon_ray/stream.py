@@ -5,6 +5,7 @@ It is what a loader is for one rank, for the whole run: runs, the demo and the f
 
 from __future__ import annotations
 
+import logging
 import weakref
 
 from zephon_ray.batches import GlobalBatch
@@ -12,9 +13,11 @@ from zephon_ray.collector import Collector, prepare
 from zephon_ray.ledger import Recorded
 from zephon_ray.prefetch import Prefetch
 from zephon_ray.recipe import Recipe
-from zephon_ray.runners import default_workers, make_runner
+from zephon_ray.runners import default_workers, idle_options, make_runner
 from zephon_ray.runners.base import Job, Runner, RunnerStats
 from zephon_ray.state import Identity, from_bytes, to_bytes
+
+_log = logging.getLogger(__name__)
 
 _CLOSE_S = 30.0
 """How long `close` waits for the batch in the making."""
@@ -49,6 +52,8 @@ class Stream:
         job, self.identity = prepared or prepare(recipe)
         start = None if state is None else from_bytes(state, self.identity)
         name = runner or recipe.execution.runner
+        for sentence in idle_options(recipe):
+            _log.warning("%s", sentence)
         self._runner = make_runner(name, workers if workers is not None else default_workers(recipe))
         self._prefetch: Prefetch | None = None
         try:

@@ -13,6 +13,7 @@ from zephon_ray.cli.render import emit, number, pairs_of, plain, progress, say, 
 from zephon_ray.errors import RecipeError, UserError
 from zephon_ray.manifest import SourceManifest, build_manifest
 from zephon_ray.recipe import Recipe, fingerprint, load_recipe
+from zephon_ray.runners import idle_options, make_runner
 from zephon_ray.runners.base import Job
 from zephon_ray.stages.tokenise import Options, make_options
 from zephon_ray.storage import Storage
@@ -33,6 +34,8 @@ def check(path: str, overrides: Sequence[str], dp_sizes: Sequence[int], *, deep:
         emit(report if error is None else {"error": faults.error_json(error), **report})
     else:
         _show(job, censuses, deep=deep)
+        for sentence in idle_options(recipe):
+            say(sentence)
         say(faults.sentences(error) if error else "no problem found" + ("" if deep else " (the data was not read: --deep reads it)"))
     return 0 if error is None else error.exit_code
 
@@ -47,6 +50,7 @@ def _looked_at(recipe: Recipe, dp_sizes: Sequence[int]) -> Job:
     errors: list[UserError] = []
     for dp_size in dp_sizes:
         _tried(errors, recipe.check_dp, 0, dp_size)
+    _tried(errors, make_runner, recipe.execution.runner, 1)
     options: Options | None = _tried(errors, make_options, recipe)
     storage = Storage(recipe.execution.storage)
     found = [_tried(errors, build_manifest, recipe, index, storage) for index in range(len(recipe.sources))]

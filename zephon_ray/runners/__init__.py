@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from zephon_ray.runners.registry import RUNNERS, default_workers, make_runner
+from zephon_ray.runners.registry import RUNNERS, default_workers, idle_options, make_runner
 
-__all__ = ["RUNNERS", "default_workers", "make_runner"]
+__all__ = ["RUNNERS", "default_workers", "idle_options", "make_runner"]

@@ -18,6 +18,21 @@ def default_workers(recipe: Recipe) -> int:
     return max(1, min(recipe.execution.workers.max, cpus))
 
 
+def idle_options(recipe: Recipe) -> list[str]:
+    """Fields of `execution` that are set and have no effect in this version, a sentence each."""
+    execution = recipe.execution
+    idle = [
+        name
+        for name, is_set in (
+            ("token_cache", execution.token_cache is not None),
+            ("hot_replay_bytes", execution.hot_replay_bytes is not None),
+            ("lane_workers", execution.lane_workers != 1),
+        )
+        if is_set
+    ]
+    return [f"execution.{name} has no effect in this version: what it sets arrives with the feed. No batch depends on it" for name in idle]
+
+
 def make_runner(name: str, workers: int) -> Runner:
     """A runner that is not started yet.
 

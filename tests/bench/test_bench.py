@@ -1,0 +1,41 @@
+"""The measurements run: in short, so that they cannot rot; and as bars, when asked for (`make bench`)."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.bench.adapters import ours
+from tests.bench.collector import pairs_per_cpu_second
+from tests.golden_cases import GOLDEN
+from zephon_ray.testing import documents
+
+
+def test_the_collectors_measurement_runs() -> None:
+    assert pairs_per_cpu_second(8, 600, "wrap", seconds=0.01) > 0
+
+
+def test_the_harness_adapter_gives_whole_batches(tmp_path: Path) -> None:
+    for name in ("prose", "code"):
+        (tmp_path / "parquet" / name).mkdir(parents=True)
+        pq.write_table(pa.table({"text": documents(300)}), tmp_path / "parquet" / name / "0.parquet")
+    tokenizer = json.loads((GOLDEN / "tokenizer.json").read_text().replace("<|eos|>", "<|endoftext|>"))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    cfg = SimpleNamespace(data=str(tmp_path), tok=str(tmp_path / "tokenizer.json"), seq=128, batch=8, mix=[0.7, 0.3], runner="threads")
+    assert [batch.shape for batch in islice(ours.batches(cfg), 2)] == [(8, 128)] * 2
+    assert ours.report(cfg)["ckpt_bytes"] > 0
+    ours.STATE.pop("loader").close()
+
+
+@pytest.mark.bench
+def test_the_collector_makes_forty_million_pairs_a_cpu_second_and_lanes_cost_little() -> None:
+    rates = {lanes: max(pairs_per_cpu_second(lanes, 600, "wrap", seconds=2) for _ in range(3)) for lanes in (8, 1024)}
+    print({lanes: f"{rate / 1e6:.0f} M pairs / CPU-s" for lanes, rate in rates.items()})
+    assert rates[8] > 40e6
+    assert rates[1024] > rates[8] / 1.2
