@@ -99,8 +99,9 @@ class LaneGroup:
         self._stops = recipe.on_exhausted == "stop"
         shares = recipe.shares()
         self._shares = np.array(shares, np.int64)
+        first = [phases(seed=recipe.seed, source=s, lanes=recipe.lanes, sequence_length=self._row_pairs) for s in range(len(shares))]
         self._dealers = [
-            Dealer(source=s, share=shares[s], keep=self.lanes, start=src, partial=start.open_source == s)
+            Dealer(source=s, share=shares[s], keep=self.lanes, phase=first[s], start=src, partial=start.open_source == s)
             for s, src in enumerate(start.sources)
         ]
         mine = slice(self.lanes.start, self.lanes.stop)
@@ -113,14 +114,8 @@ class LaneGroup:
         self._next_pool = 0
         self._final = np.zeros(len(self.lanes), np.bool_)
         self._standing = Standing.at(start.sources, mine)
-        self._begun_pairs = self._count_begun(start)
+        self._begun_pairs = np.array([(src.counts - f)[mine].sum() for src, f in zip(start.sources, first, strict=True)], np.int64)
         self._stale = True
-
-    def _count_begun(self, start: LanesState) -> I64:
-        """Pairs of each source's pieces begun so far by these lanes, int64 [sources]: counts less where they began."""
-        r, mine = self._recipe, slice(self.lanes.start, self.lanes.stop)
-        first = [phases(seed=r.seed, source=s, lanes=r.lanes, sequence_length=r.sequence_length) for s in range(len(start.sources))]
-        return np.array([(src.counts - f)[mine].sum() for src, f in zip(start.sources, first, strict=True)], np.int64)
 
     # ---- input
 

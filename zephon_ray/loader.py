@@ -6,9 +6,10 @@ It opens nothing before it is first used, holds no rows but those read ahead, an
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from zephon_ray.batches import Batch
 from zephon_ray.errors import StateError, UserError
@@ -56,6 +57,16 @@ class Loader:
         self._state = None if state is None else _bytes_of(state)
         self._stream: Stream | None = None
         self._closed = False
+        self._lock = threading.RLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._stream is not None:
+            raise TypeError("a loader in use cannot be pickled: make one there from the recipe and state_dict()")
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, fields: dict[str, Any]) -> None:
+        vars(self).update(fields)
+        self._lock = threading.RLock()
 
     def _open(self) -> Stream:
         if self._stream is None:
@@ -68,9 +79,11 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        if self._closed and self._stream is not None:
-            raise StopIteration
-        batch = self._open().next_batch()
+        with self._lock:  # two threads may take from one loader; each batch goes to one of them
+            if self._closed and self._stream is not None:
+                raise StopIteration
+            stream = self._open()
+        batch = stream.next_batch()
         if batch is None:
             raise StopIteration
         return batch.of_rank(self.dp_rank, self.dp_world_size)

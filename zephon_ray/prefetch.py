@@ -5,11 +5,13 @@ What is read ahead is no part of anything: every batch carries its own state.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
 
 from zephon_ray.batches import GlobalBatch
+from zephon_ray.errors import RunnerError
 
 
 class Prefetch:
@@ -25,6 +27,7 @@ class Prefetch:
         self._ready: deque[GlobalBatch | BaseException | None] = deque()
         self._changed = threading.Condition()
         self._closed = False
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="zephon-prefetch", daemon=True)
         self._thread.start()
 
@@ -45,6 +48,11 @@ class Prefetch:
 
     def take(self) -> GlobalBatch | None:
         """The next batch in order; None at the end, again and again. Raises what `make` raised, again and again."""
+        if self._pid != os.getpid():
+            raise RunnerError(
+                f"this stream was opened in process {self._pid} and is used in its forked child {os.getpid()}."
+                " Open one in each process, after the fork"
+            )
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._closed)
             if not self._ready:
@@ -59,11 +67,13 @@ class Prefetch:
 
     def close(self) -> None:
         """Stop; the thread ends with the batch that it is making."""
+        if self._pid != os.getpid():
+            return  # the child has no such thread, and the lock may have been held at the fork
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def join(self, timeout_s: float) -> None:
         """Wait until the thread has ended."""
-        if self._thread is not threading.current_thread():
+        if self._thread is not threading.current_thread() and self._pid == os.getpid():
             self._thread.join(timeout_s)

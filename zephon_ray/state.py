@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -30,6 +31,8 @@ FORMAT = 1
 """Version of the layout of the bytes."""
 
 _FIELD_BYTES = 3
+_MOST_PAIRS = 1 << 43
+"""A lane's mixing count stays below it: 8.8 T pairs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,41 +110,63 @@ def from_bytes(data: bytes, identity: Identity) -> StreamState:
     """
     body = _open(data)
     _check_identity(body, identity)
-    lanes = int(identity.fields["lanes"])
-    sources = body.get("sources")
-    if not isinstance(sources, list):
+    lanes, sources = int(identity.fields["lanes"]), body.get("sources")
+    if not isinstance(sources, list) or len(sources) != _sources_in(list(identity.fields)):
         raise StateError(_damaged("sources"))
-    try:
-        chain = bytes.fromhex(body["chain"])
-    except (KeyError, TypeError, ValueError) as e:
-        raise StateError(_damaged("chain")) from e
-    return StreamState(
+    chain = body.get("chain")
+    if not isinstance(chain, str) or not re.fullmatch("[0-9a-f]{32}", chain):
+        raise StateError(_damaged("chain"))
+    state = StreamState(
         step=_number(body.get("step"), "step"),
-        chain=chain,
+        chain=bytes.fromhex(chain),
         lanes=LanesState(
-            sources=tuple(_source_from(s, f"sources[{i}]", lanes) for i, s in enumerate(sources)),
-            open_source=_numbers(body.get("open_source"), "open_source", lanes, least=-1),
-            open_used=_numbers(body.get("open_used"), "open_used", lanes),
+            sources=tuple(_source_from(s, i, identity) for i, s in enumerate(sources)),
+            open_source=_numbers(body.get("open_source"), "open_source", lanes, least=-1, limit=len(sources)),
+            open_used=_numbers(body.get("open_used"), "open_used", lanes, limit=_most_open(identity)),
         ),
     )
+    _check_open(state.lanes, identity)
+    if to_bytes(state, identity) != bytes(data):
+        raise StateError(_damaged("its form"))
+    return state
 
 
-def _source_from(value: Any, path: str, lanes: int) -> SourceStart:
+def _source_from(value: Any, source: int, identity: Identity) -> SourceStart:
+    path, lanes = f"sources[{source}]", int(identity.fields["lanes"])
     if not isinstance(value, dict):
         raise StateError(_damaged(path))
     flat = value.get("slots")
     runs = _numbers(flat, f"{path}.slots", len(flat) // 3 * 3 if isinstance(flat, list) else 0).reshape(-1, 3).tolist()
-    return SourceStart(
+    if sum(run[0] for run in runs) > int(identity.fields[f"{path}.window_groups"]):
+        raise StateError(_damaged(f"{path}.slots"))
+    start = SourceStart(
         position=Position(
             epoch=_number(value.get("epoch"), f"{path}.epoch"),
             window=_number(value.get("window"), f"{path}.window"),
             places=tuple((ordinal, unit) for n, ordinal, unit in runs for _ in range(n)),
         ),
-        dealt=_numbers(value.get("dealt"), f"{path}.dealt", lanes),
+        dealt=_numbers(value.get("dealt"), f"{path}.dealt", lanes, limit=int(identity.fields["packing.max_document_tokens"]) + 1),
         windows=_numbers(value.get("windows"), f"{path}.windows", lanes),
         indices=_numbers(value.get("indices"), f"{path}.indices", lanes),
-        counts=_numbers(value.get("counts"), f"{path}.counts", lanes),
+        counts=_numbers(value.get("counts"), f"{path}.counts", lanes, limit=_MOST_PAIRS),
     )
+    if start.dealt.min() or start.windows.min():
+        raise StateError(_damaged(f"{path}: the least of dealt and windows"))
+    return start
+
+
+def _most_open(identity: Identity) -> int:
+    """More than the pairs that can be used of an open piece, or the rows that can be given of an open fill."""
+    fields = identity.fields
+    return int(fields["packing.max_document_tokens" if fields["packing.algorithm"] == "wrap" else "packing.buffer"])
+
+
+def _check_open(lanes: LanesState, identity: Identity) -> None:
+    """`wrap`: pairs are used of a piece exactly where a source has one open; `best_fit`: no piece is ever open."""
+    wraps = identity.fields["packing.algorithm"] == "wrap"
+    open_piece = lanes.open_source >= 0
+    if (open_piece != (lanes.open_used > 0)).any() if wraps else open_piece.any():
+        raise StateError(_damaged("open_source"))
 
 
 def _open(data: bytes) -> dict[str, Any]:
@@ -168,13 +193,17 @@ def _open(data: bytes) -> dict[str, Any]:
 def _check_identity(body: dict[str, Any], identity: Identity) -> None:
     if body.get("fingerprint") == identity.fingerprint:
         return
-    then = base64.b64decode(str(body.get("fields", "")))
+    try:
+        then = base64.b64decode(str(body.get("fields", "")), validate=True)
+    except ValueError as e:
+        raise StateError(_damaged("fields")) from e
     now = base64.b64decode(identity.field_digests())
     names = list(identity.fields)
     size = _FIELD_BYTES
     differ = [n for i, n in enumerate(names) if then[i * size : i * size + size] != now[i * size : i * size + size]]
     if len(then) != len(now):
-        count = f"sources (now {_sources_in(names)} of them, {len(body.get('sources', []))} in the state)"
+        sources = body.get("sources")
+        count = f"sources (now {_sources_in(names)} of them, {len(sources) if isinstance(sources, list) else 'none'} in the state)"
         differ = [*(n for n in differ if not n.startswith("sources[")), count]
     values = identity.fields
     told = "; ".join(f"{n} (now {values[n]!r})" if n in values else n for n in differ) or "none that can be named"
@@ -198,7 +227,7 @@ def _number(value: Any, path: str) -> int:
     return value
 
 
-def _numbers(value: Any, path: str, n: int, least: int = 0) -> npt.NDArray[np.int64]:
-    if not isinstance(value, list) or len(value) != n or not all(type(x) is int and least <= x < 1 << 62 for x in value):
+def _numbers(value: Any, path: str, n: int, least: int = 0, limit: int = 1 << 62) -> npt.NDArray[np.int64]:
+    if not isinstance(value, list) or len(value) != n or not all(type(x) is int and least <= x < limit for x in value):
         raise StateError(_damaged(path))
     return np.array(value, np.int64)

@@ -6,6 +6,7 @@ It is what a loader is for one rank, for the whole run: runs, the demo and the f
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 
 from zephon_ray.batches import GlobalBatch
@@ -65,6 +66,7 @@ class Stream:
             self._runner.close()
             raise
         self._next = self._prefetch.take if self._prefetch else collector.next_batch
+        self._taking = threading.Lock()
         self._closer = weakref.finalize(self, _close, self._runner, self._prefetch)
 
     def next_batch(self) -> GlobalBatch | None:
@@ -75,9 +77,10 @@ class Stream:
         """
         if not self._closer.alive:
             return None
-        batch = self._next()
-        if batch is not None:
-            self.state = batch.state
+        with self._taking:
+            batch = self._next()
+            if batch is not None:
+                self.state = batch.state
         return batch
 
     def state_bytes(self) -> bytes:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import pickle
 import threading
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -13,7 +15,7 @@ import psutil
 import pytest
 
 from tests.small import a_recipe, documents, fields, write_lines
-from zephon_ray.errors import BadRecordError, RecipeError, SourceError, UserError
+from zephon_ray.errors import BadRecordError, RecipeError, RunnerError, SourceError, UserError
 from zephon_ray.loader import Loader
 from zephon_ray.recipe import Recipe, recipe_from_dict
 from zephon_ray.stream import Stream
@@ -290,3 +292,52 @@ def test_the_mixture_stays_within_the_proven_bound_in_every_lane_at_every_step(
             due = taken.sum(axis=0) * shares[:, None]
             worst = max(worst, float((np.abs(taken - due) / bound[:, None]).max()))
     assert 0.05 < worst <= 1
+
+
+@pytest.mark.parametrize("runner", ["inline", "threads", "processes"])
+def test_an_opened_loader_refuses_a_forked_child_and_goes_on_in_its_parent(tmp_path: Path, runner: str) -> None:
+    recipe = a_recipe(tmp_path, TWO)
+    with Loader(recipe) as loader:
+        reference = digests(loader, 10)
+    with Loader(recipe, runner=runner, workers=2) as loader:
+        made = digests(loader, 2)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                digests(loader, 200)
+            except RunnerError as error:
+                code = 3 if "fork" in str(error) else 2
+            loader.close()
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+        assert made + digests(loader, 8) == reference
+
+
+@pytest.mark.parametrize("runner", ["inline", "threads"])
+def test_each_batch_goes_to_one_of_the_threads_that_take(tmp_path: Path, runner: str) -> None:
+    recipe = a_recipe(tmp_path, TWO)
+    with Loader(recipe) as loader:
+        reference = digests(loader, 40)
+    taken: list[tuple[int, bytes]] = []
+    with Loader(recipe, runner=runner) as loader:
+
+        def take() -> None:
+            for _ in range(10):
+                batch = next(loader)
+                taken.append((batch.step, batch.digest))
+
+        threads = [threading.Thread(target=take) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert sorted(taken) == list(enumerate(reference, start=1))
+
+
+def test_a_loader_is_pickled_before_use_and_not_while_in_use(tmp_path: Path) -> None:
+    loader = Loader(a_recipe(tmp_path, TWO))
+    with pickle.loads(pickle.dumps(loader)) as other, loader:
+        assert digests(other, 3) == digests(loader, 3)
+        with pytest.raises(TypeError, match="state_dict"):
+            pickle.dumps(loader)

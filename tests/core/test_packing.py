@@ -91,7 +91,7 @@ def test_padding_fills_up_to_the_end(tails: list[int], length: int, rows: int) -
 def dealer(lanes: int, keep: range | None = None) -> Dealer:
     zeros = np.zeros(lanes, np.int64)
     start = SourceStart(position=NOWHERE, dealt=zeros, windows=zeros, indices=zeros, counts=zeros)
-    return Dealer(source=0, share=1 << 19, keep=keep or range(lanes), start=start, partial=np.zeros(lanes, np.bool_))
+    return Dealer(source=0, share=1 << 19, keep=keep or range(lanes), phase=zeros, start=start, partial=np.zeros(lanes, np.bool_))
 
 
 @given(st.lists(sizes, min_size=1, max_size=5), st.integers(1, 9))

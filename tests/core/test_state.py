@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,7 +13,8 @@ from hypothesis import strategies as st
 
 from tests.golden_cases import GOLDEN
 from tests.small import a_recipe, documents, write_lines
-from zephon_ray.errors import StateError
+from zephon_ray.errors import BadRecordError, StateError
+from zephon_ray.hashing import canonical_json, sha256_hex
 from zephon_ray.loader import STATE_KEY, Loader
 from zephon_ray.recipe import Recipe
 
@@ -82,8 +85,6 @@ def test_foreign_bytes_are_refused(saved: tuple[Recipe, bytes], data: bytes) -> 
 
 
 def test_another_contract_version_is_refused_and_both_are_named(saved: tuple[Recipe, bytes]) -> None:
-    from zephon_ray.hashing import canonical_json, sha256_hex
-
     body = json.loads(saved[1])["state"] | {"contract": 2}
     message = refused(saved[0], canonical_json({"state": body, "checksum": sha256_hex(canonical_json(body))}))
     assert "contract 2" in message
@@ -164,3 +165,60 @@ def test_the_state_does_not_grow_with_steps_or_with_files(tmp_path: Path) -> Non
                 if batch.step == 400:
                     break
     assert max(sizes) - min(sizes) < 200, sizes
+
+
+def forged(state: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
+    """The state with a change, and with the checksum that fits it."""
+    body = json.loads(state)["state"]
+    change(body)
+    return canonical_json({"state": body, "checksum": sha256_hex(canonical_json(body))})
+
+
+def put(*path: str | int, to: Any) -> Callable[[dict[str, Any]], None]:
+    def change(body: dict[str, Any]) -> None:
+        at: Any = body
+        for name in path[:-1]:
+            at = at[name]
+        at[path[-1]] = to(at[path[-1]]) if callable(to) else to
+
+    return change
+
+
+FORGED: dict[str, Callable[[dict[str, Any]], None]] = {
+    "chain of one byte": put("chain", to="00"),
+    "no source": put("sources", to=[]),
+    "a source too many": put("sources", to=lambda s: [*s, s[0]]),
+    "unknown key": lambda body: body.update(more=1),
+    "contract true": put("contract", to=True),
+    "slots without end": put("sources", 0, "slots", to=[2**61, 0, 0]),
+    "slots of no length": put("sources", 0, "slots", to=lambda s: [0, 0, 0, *s]),
+    "a unit that is not there": put("sources", 0, "slots", 2, to=5),
+    "a group that is not there": put("sources", 0, "slots", 1, to=10**6),
+    "a lane far ahead": put("sources", 0, "windows", 1, to=lambda w: w + 10**7),
+    "all lanes ahead": put("sources", 0, "windows", to=lambda w: [x + 1 for x in w]),
+    "an index that is not there": put("sources", 0, "indices", 0, to=10**9),
+    "a count too large": put("sources", 0, "counts", 0, to=2**50),
+    "counts of nothing": put("sources", 0, "counts", to=lambda c: [0] * len(c)),
+    "dealt without end": put("sources", 0, "dealt", 0, to=10**9),
+    "dealt without a least": put("sources", 0, "dealt", to=lambda d: [x + 5 for x in d]),
+    "more used than a piece has": put("open_used", 0, to=10**7),
+    "open in no source": put("open_source", 0, to=99),
+    "other run, damaged fields": lambda body: body.update(fingerprint="0" * 64, fields="abcde"),
+    "other run, no sources": lambda body: body.update(fingerprint="0" * 64, fields="", sources=5),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_state_that_cannot_be_is_refused_though_its_checksum_fits(saved: tuple[Recipe, bytes], name: str) -> None:
+    refused(saved[0], forged(saved[1], FORGED[name]))
+
+
+def test_data_whose_documents_changed_in_length_does_not_fit_the_state(tmp_path: Path) -> None:
+    """A loader has no ledger to compare texts with; but the pairs before a lane's place must be those that its count holds."""
+    file = write_lines(tmp_path / "a" / "0.jsonl", documents(60))
+    recipe = a_recipe(tmp_path, {"a": {"window_groups": 1}}, unit_bytes=65536)
+    state = state_of(recipe, 12)
+    text = file.read_text()
+    file.write_text(text.replace("w", "w ", 40).replace("w", "", 20)[: len(text)].ljust(len(text)))
+    with pytest.raises((StateError, BadRecordError)), Loader(recipe, state=state) as loader:
+        next(loader)

@@ -15,6 +15,7 @@ from heapq import heapify, heapreplace
 import numpy as np
 import numpy.typing as npt
 
+from zephon_ray.errors import StateError
 from zephon_ray.hashing import PHASE, key64
 from zephon_ray.plan.pieces import I64, PIECE, CutPieces, Pieces
 from zephon_ray.plan.windows import Position
@@ -70,11 +71,12 @@ class Dealer:
         source: index in the recipe.
         share: of 2^20.
         keep: the lanes (a contiguous range) whose pieces `deal` returns.
+        phase: int64 [lanes], the mixing counts of a run's beginning.
         start: where the lanes stand.
         partial: bool [lanes], lanes in which the piece at the place is partly used.
     """
 
-    def __init__(self, *, source: int, share: int, keep: range, start: SourceStart, partial: npt.NDArray[np.bool_]) -> None:
+    def __init__(self, *, source: int, share: int, keep: range, phase: I64, start: SourceStart, partial: npt.NDArray[np.bool_]) -> None:
         self.source, self.share = source, share
         self.counts = start.counts.copy()
         self.next_window = 0
@@ -83,6 +85,8 @@ class Dealer:
         self._dealt = start.dealt.copy()
         self._skip_windows, self._skip_indices, self._partial = start.windows, start.indices, partial.copy()
         self._last_skip = int(start.windows.max())
+        self._slack = start.counts - phase - start.dealt
+        self._settled = False
         self._heap = [int(d) * self._lanes + lane for lane, d in enumerate(self._dealt)]
         heapify(self._heap)
         self._deals: deque[_Deal] = deque()
@@ -111,6 +115,9 @@ class Dealer:
 
         Returns:
             The kept lanes' pieces, sorted by (lane, order of dealing).
+
+        Raises:
+            StateError: the pieces do not lead to the places that the state holds.
         """
         lane = self._choose_lanes(cut.pairs)
         first = self.next_window
@@ -145,6 +152,8 @@ class Dealer:
         last = np.append(new_run[1:], True)[:n]
 
         kept, resumed = self._after_places(lane, window, index, new_lane)
+        if not self._settled:
+            self._check_places(lane, window, index, np.where(kept & ~resumed, 0, pairs))
         taken = np.where(kept & ~resumed, pairs, 0)  # a piece partly used is in the count already
         total = np.cumsum(taken)
         lane_starts = np.flatnonzero(new_lane)
@@ -178,6 +187,27 @@ class Dealer:
             resumed = kept & (rank - before == 1) & self._partial[lane]
             self._partial[lane[resumed]] = False
         return kept, resumed
+
+    def _check_places(self, lane: I64, window: I64, index: I64, used: I64) -> None:
+        """Hold the state against the data: what a lane has used since the state's oldest window explains its count.
+
+        A count less its phase is what was dealt to the lane before that window, which is `dealt` and as many pairs more as
+        all lanes were dealt, and what it used since. So what is left unexplained is the same in every lane once its place is
+        reached, and never less before.
+        """
+        np.subtract.at(self._slack, lane, used)
+        at, index_at = self._skip_windows, self._skip_indices
+        reached = ~self._partial & ((at < self.next_window) | ((at == self.next_window) & (index_at == 0)))
+        there = np.zeros(self._lanes, np.bool_)
+        there[lane[(window == at[lane]) & (index >= index_at[lane])]] = True
+        missing = (index_at > 0) & (at < self.next_window) & (at >= self.next_window - len(self._deals[-1].positions)) & ~there
+        least = self._slack[reached].min(initial=0) if not reached.any() else self._slack[reached].min()
+        if missing.any() or least < 0 or (self._slack < least).any() or (self._slack[reached] != least).any():
+            raise StateError(
+                f"the state does not fit the data of source {self.source}: the documents from its oldest window on do not lead to the"
+                " places and counts that it holds. Restore the data as it was when the state was saved, or use another checkpoint"
+            )
+        self._settled = bool(reached.all())
 
     def start_of(self, ordinal: int) -> tuple[Position, I64]:
         """Start of a window that is not forgotten, and pairs dealt to each lane (int64 [lanes]) before it, less their minimum.

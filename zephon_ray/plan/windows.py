@@ -98,11 +98,25 @@ class SourceCursor:
         fits = len(position.places) == len(self._groups_of_slot) and all(
             0 <= o < n or (o, u) == (n, 0) for (o, u), n in zip(position.places, self._groups_of_slot, strict=False)
         )
+        fits = fits and all(self._has_unit(position.epoch, slot, o, u) for slot, (o, u) in enumerate(position.places) if u)
         if not fits or (self._epochs is not None and position.epoch > self._epochs):
             raise StateError(
                 f"source {self._manifest.name!r}: the state's position {position} does not fit its {self._manifest.num_groups} groups"
                 f" in {self._width} slots. Resume with the data and recipe that the state was saved with"
             )
+
+    def _has_unit(self, epoch: int, slot: int, ordinal: int, unit: int) -> bool:
+        """False where the group is known to have fewer units."""
+        units = self._manifest.group(self._group_at(epoch, slot, ordinal)).units
+        return units is None or unit < units
+
+    def _group_at(self, epoch: int, slot: int, ordinal: int) -> int:
+        if self._order is None or self._order_epoch != epoch:
+            self._order = epoch_order(
+                seed=self._seed, source=self._source, epoch=epoch, groups=self._manifest.num_groups, shuffled=self._shuffled
+            )
+            self._order_epoch = epoch
+        return int(self._order[slot + ordinal * self._width])
 
     @property
     def done(self) -> bool:
@@ -118,16 +132,11 @@ class SourceCursor:
         """The units of the current window, slot by slot; never empty unless `done`."""
         if self.done:
             return []
-        if self._order is None or self._order_epoch != self.epoch:
-            self._order = epoch_order(
-                seed=self._seed, source=self._source, epoch=self.epoch, groups=self._manifest.num_groups, shuffled=self._shuffled
-            )
-            self._order_epoch = self.epoch
         tasks = []
         for slot, (ordinal, unit) in enumerate(self._places):
             if ordinal < self._groups_of_slot[slot]:
-                group = int(self._order[slot + ordinal * self._width])
-                tasks.append(UnitTask(group=self._manifest.group(group), epoch=self.epoch, unit=unit))
+                group = self._manifest.group(self._group_at(self.epoch, slot, ordinal))
+                tasks.append(UnitTask(group=group, epoch=self.epoch, unit=unit))
         return tasks
 
     def advance(self, lasts: Sequence[bool]) -> None:
