@@ -15,7 +15,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from tests.fake_s3 import FakeS3, fake_s3
 from zephon_ray.errors import StorageError
 from zephon_ray.recipe_fields import StorageSpec
-from zephon_ray.storage import Storage, faults
+from zephon_ray.storage import Storage, faults, store
 
 ODD_NAMES = [
     "a b.txt", "plus+.txt", "eq=1.txt", "pct%20.txt", "pct%zz.txt", "hash#1.txt", "ask?x.txt", "ünï.txt", "br[1].txt", "star*.txt",
@@ -33,8 +33,9 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3]:
     for name, value in (("ACCESS_KEY_ID", "key"), ("SECRET_ACCESS_KEY", "secret"), ("EC2_METADATA_DISABLED", "true")):
         monkeypatch.setenv(f"AWS_{name}", value)
     monkeypatch.setattr(faults, "FIRST_WAIT", 0.001)
-    with fake_s3() as store:
-        yield store
+    monkeypatch.setattr(store, "PAGE_TRIES", 1)
+    with fake_s3() as fake:
+        yield fake
 
 
 def of(bucket: FakeS3) -> Storage:

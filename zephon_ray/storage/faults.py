@@ -60,7 +60,14 @@ def again(state: tenacity.RetryCallState, spec: StorageSpec) -> bool:
 
 def _said(error: BaseException) -> str:
     """What an error says, without the names in it: an object may be called `timeout`."""
-    return re.sub(r"key '.*' in bucket '[^']*'", "", f"{type(error).__name__}: {error}", flags=re.DOTALL).lower()
+    text = re.sub(r"key '.*' in bucket '[^']*'", "", f"{type(error).__name__}: {error}", flags=re.DOTALL)
+    # s3fs makes an OSError of botocore's error, which knows the answer's status, and its code if the answer had a body.
+    answer = getattr(error.__cause__ or error, "response", None)
+    if isinstance(answer, dict):
+        status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        code = answer.get("Error", {}).get("Code")
+        text += f" {'unknown' if code == str(status) else code} (http status {status})"
+    return text.lower()
 
 
 def passing(error: BaseException) -> bool:
