@@ -7,7 +7,10 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.buckets import bucket, proxy, s3_endpoint
 from tests.golden_cases import GoldenCase, load_golden_cases
+
+__all__ = ["bucket", "proxy", "s3_endpoint"]
 
 # The same examples on every machine: a failure can be seen again, and a pass does not hang on luck.
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])

@@ -1,4 +1,8 @@
-"""A bucket on the loopback address: as much of S3 as reading and writing whole objects needs, with faults on order."""
+"""A bucket on the loopback address: as much of S3 as reading and writing whole objects needs, with faults on order.
+
+It holds what a server on folders (`tests.s3_server`) cannot: keys that end in a slash, an object and a folder of one name, empty parts.
+And it is in this process, so that the core's tests start no other.
+"""
 
 from __future__ import annotations
 

@@ -205,11 +205,15 @@ class StorageSpec(Fields):
         endpoint_url: of an S3-compatible store; None: that of the environment.
         region: of an S3 bucket; None: that of the environment.
         anonymous: read public buckets without credentials.
+        max_tries: how often a request is made before it counts as failed.
+        retry_seconds: no try is begun later than this after the first one; 0: a single try.
     """
 
     endpoint_url: Annotated[str, AfterValidator(_endpoint)] | None = None
     region: Text | None = None
     anonymous: bool = False
+    max_tries: Annotated[int, Field(ge=1, le=1000)] = 12
+    retry_seconds: Annotated[int, Field(ge=0, le=86400)] = 120
 
 
 class ExecutionSpec(Fields):

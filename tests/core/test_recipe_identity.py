@@ -70,6 +70,8 @@ WHERE_AND_HOW = {
     "execution.storage.endpoint_url": "http://localhost:9000",
     "execution.storage.region": "here",
     "execution.storage.anonymous": True,
+    "execution.storage.max_tries": 3,
+    "execution.storage.retry_seconds": 7,
 }
 """Fields that are no part of the identity, each with another value than in ALL_FIELDS."""
 

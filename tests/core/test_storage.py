@@ -12,11 +12,10 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-import zephon_ray.storage
 from tests.fake_s3 import FakeS3, fake_s3
 from zephon_ray.errors import StorageError
 from zephon_ray.recipe_fields import StorageSpec
-from zephon_ray.storage import Storage
+from zephon_ray.storage import Storage, faults, store
 
 ODD_NAMES = [
     "a b.txt", "plus+.txt", "eq=1.txt", "pct%20.txt", "pct%zz.txt", "hash#1.txt", "ask?x.txt", "ünï.txt", "br[1].txt", "star*.txt",
@@ -26,20 +25,21 @@ ODD_NAMES = [
 
 @pytest.fixture
 def storage() -> Storage:
-    return Storage(StorageSpec())
+    return Storage(StorageSpec(max_tries=8))
 
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3]:
     for name, value in (("ACCESS_KEY_ID", "key"), ("SECRET_ACCESS_KEY", "secret"), ("EC2_METADATA_DISABLED", "true")):
         monkeypatch.setenv(f"AWS_{name}", value)
-    monkeypatch.setattr(zephon_ray.storage, "FIRST_WAIT", 0.001)
-    with fake_s3() as store:
-        yield store
+    monkeypatch.setattr(faults, "FIRST_WAIT", 0.001)
+    monkeypatch.setattr(store, "PAGE_TRIES", 1)
+    with fake_s3() as fake:
+        yield fake
 
 
 def of(bucket: FakeS3) -> Storage:
-    return Storage(StorageSpec(endpoint_url=bucket.endpoint))
+    return Storage(StorageSpec(endpoint_url=bucket.endpoint, max_tries=8))
 
 
 class Flaky(MemoryFileSystem):  # type: ignore[misc]  # fsspec ships no types
@@ -62,7 +62,7 @@ class Flaky(MemoryFileSystem):  # type: ignore[misc]  # fsspec ships no types
 @pytest.fixture
 def flaky(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Flaky]]:
     fsspec.register_implementation("flaky", Flaky, clobber=True)
-    monkeypatch.setattr(zephon_ray.storage, "FIRST_WAIT", 0.001)
+    monkeypatch.setattr(faults, "FIRST_WAIT", 0.001)
     Flaky.faults, Flaky.lasting, Flaky.asked = [], None, 0
     yield Flaky
     fsspec.filesystem("flaky").store.clear()
@@ -176,11 +176,12 @@ def test_a_bucket_that_goes_on_failing_is_named_with_the_tries_and_the_last_answ
     assert bucket.asked["GET", "a"] == 8
 
 
-def test_refused_access_is_not_tried_again(bucket: FakeS3) -> None:
+def test_refused_access_is_tried_once_more_with_credentials_that_are_read_again(bucket: FakeS3) -> None:
     bucket.fault = lambda method, key, before: (403, "AccessDenied")
-    with pytest.raises(PermissionError):
+    with pytest.raises(PermissionError, match="refuses the credentials") as caught:
         of(bucket).read_bytes("s3://bucket/a")
-    assert sum(bucket.asked.values()) == 1
+    assert caught.value.filename == "s3://bucket/a"
+    assert sum(bucket.asked.values()) == 2
 
 
 def test_a_read_that_fails_in_the_middle_goes_on_where_it_began(storage: Storage, flaky: type[Flaky]) -> None:
@@ -202,7 +203,7 @@ def test_a_lasting_fault_is_not_tried_again(storage: Storage, flaky: type[Flaky]
 def test_waits_are_bounded_in_number(storage: Storage, flaky: type[Flaky]) -> None:
     storage.write_bytes("flaky://f/a", b"x")
     flaky.lasting = TimeoutError("late")
-    with pytest.raises(StorageError, match=r"late \(TimeoutError, after 8 of 8 tries\)"):
+    with pytest.raises(StorageError, match=r"late \(TimeoutError, after 8 of 8 tries, "):
         storage.read_bytes("flaky://f/a")
     assert flaky.asked == 8
 

@@ -1,9 +1,4 @@
-"""Storage: files and folders under any URL, and the only place where anything is tried twice.
-
-Local paths (plain, or `file://` URLs) and `s3://` go through pyarrow's filesystems, every other URL through fsspec. Only faults that
-pass (connections, time-outs, a store that asks to slow down, credentials that ran out) are tried again, and never on a local disk.
-Credentials come from the environment alone. What a file holds is no concern of this module.
-"""
+"""`Storage`: the calls of any store, each tried again while its fault passes."""
 
 from __future__ import annotations
 
@@ -12,68 +7,27 @@ import functools
 import io
 import logging
 import os
-import stat
-import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar
-from urllib.parse import unquote, urlsplit
+from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
-import fsspec
 import pyarrow as pa
 import pyarrow.fs
 import tenacity
 
 from zephon_ray.errors import StorageError
 from zephon_ray.recipe_fields import StorageSpec
+from zephon_ray.storage import faults
+from zephon_ray.storage.connections import filesystem, forget, fsspec_of
+from zephon_ray.storage.local import Listed, is_local, join, local_path, walk, write_local
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-MAX_TRIES = 8
-"""How often a call to a store is made before it counts as failed."""
-MAX_SECONDS = 120.0
-"""How long after its first try a call is not tried again, in seconds."""
-FIRST_WAIT, LONGEST_WAIT = 0.2, 20.0
-"""Waits are drawn evenly from [0, FIRST_WAIT * 2^n], at most LONGEST_WAIT seconds, so that workers do not return all at once."""
-
-# What stores and their clients say of faults that pass. pyarrow gives AWS's answers as text in an OSError, so text is all there is.
-_PASSING = (
-    "slow down", "slow_down", "slowdown", "throttl", "too many requests", "service_unavailable", "service unavailable",
-    "serviceunavailable", "internal_failure", "internalerror", "internal error", "bad gateway", "gateway timeout", "request_timeout",
-    "requesttimeout", "timed out", "timeout", "network_connection", "connection", "couldn't connect", "could not connect", "curlcode",
-    "incomplete", "http status 429", "http status 500", "http status 502", "http status 503", "http status 504",
-    "http response code: 500", "http response code: 503",
-)  # fmt: skip
-_EXPIRED = (
-    "expiredtoken",
-    "expired_token",
-    "expired token",
-    "token has expired",
-    "tokenrefreshrequired",
-    "request_expired",
-    "unknown (http status 400)",  # what AWS's client makes of an answer that names no cause, as one to HEAD never does
-)
-_DENIED = ("access_denied", "access denied", "accessdenied", "http status 403")
-_PASSING_ERRNO = {
-    errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EPIPE, errno.ETIMEDOUT, errno.EAGAIN, errno.EHOSTUNREACH,
-    errno.ENETUNREACH,
-}  # fmt: skip
-_LASTING = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
-
-
-class Listed(NamedTuple):
-    """One entry of a listing.
-
-    Args:
-        path: relative to the folder, parts joined by `/`.
-        size: bytes; -1 for a local link that leads nowhere.
-        is_directory_mark: an object of no bytes that stands for a folder.
-    """
-
-    path: str
-    size: int
-    is_directory_mark: bool
+PAGE_TRIES = 4
+"""How often a page of a listing is asked for before the listing begins again from its first page."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +38,7 @@ class Storage:
     Missing files and refused access are Python's FileNotFoundError and PermissionError, at once.
 
     Args:
-        spec: endpoint, region and anonymity of the object store.
+        spec: endpoint, region and anonymity of the object store, and how long it is tried.
     """
 
     spec: StorageSpec
@@ -138,8 +92,8 @@ class Storage:
             FileNotFoundError, PermissionError: also for a folder below.
         """
         if is_local(url):
-            return list(_walk(local_path(url), "", depth))
-        infos = self._call(url, lambda fs, path: _select(fs, path.rstrip("/"), recursive=depth != 1))
+            return list(walk(local_path(url), "", depth))
+        infos = self._call(url, lambda fs, path: _select(fs, path.rstrip("/"), recursive=depth != 1), page_tries=PAGE_TRIES)
         sizes = {path: size for path, size in infos if depth is None or path.count("/") < depth}
         parents = {path[:at] for path in sizes for at in _slashes(path)}
         return [Listed(path, size, size == 0 and (path.endswith(("/", "_$folder$")) or path in parents)) for path, size in sizes.items()]
@@ -169,13 +123,13 @@ class Storage:
             FileExistsError: `exclusive`, and the file is there.
         """
         if is_local(url):
-            _write_local(local_path(url), data, exclusive)
+            write_local(local_path(url), data, exclusive)
         elif urlsplit(url).scheme == "s3":
             if exclusive and self.exists(url):
                 raise FileExistsError(errno.EEXIST, "exists already", url)
             self._call(url, lambda fs, path: _write_stream(fs, path, data))
         else:
-            self._call(url, lambda _, path: _pipe(url, data, exclusive))
+            self._call(url, lambda _, path: _pipe(self.spec, url, data, exclusive))
 
     def exists(self, url: str) -> bool:
         """Whether there is a file or folder of that name."""
@@ -213,36 +167,49 @@ class Storage:
         """The name of something below a folder; parts are taken as they stand."""
         return join(url, *parts)
 
-    def _call(self, url: str, action: Callable[[pyarrow.fs.FileSystem, str], T]) -> T:
+    def _call(self, url: str, action: Callable[[pyarrow.fs.FileSystem, str], T], page_tries: int = 1) -> T:
         """Do something with a remote file, again and again while the fault is one that passes."""
 
         def attempt() -> T:
+            fs = None
             try:
-                return action(*_filesystem(self.spec, url, os.getpid()))
+                fs, path = filesystem(self.spec, url, os.getpid(), page_tries)
+                return action(fs, path)
             except Exception as error:
-                if _expired(error):
-                    _s3.cache_clear()  # the next try asks the providers for new credentials
+                if faults.expired(error) or faults.denied(error):
+                    forget(fs)  # the next try asks the providers for credentials again
                 raise
 
         retrying = tenacity.Retrying(
-            stop=tenacity.stop_after_attempt(MAX_TRIES) | tenacity.stop_after_delay(MAX_SECONDS),
-            wait=tenacity.wait_random_exponential(multiplier=FIRST_WAIT, max=LONGEST_WAIT),
-            retry=tenacity.retry_if_exception(_passing),
-            before_sleep=lambda state: log.warning("storage: try %d of %d: %s: %s", state.attempt_number, MAX_TRIES, url, _last(state)),
+            stop=tenacity.stop_after_attempt(self.spec.max_tries) | tenacity.stop_before_delay(self.spec.retry_seconds),
+            wait=faults.wait,
+            retry=lambda state: faults.again(state, self.spec),
+            before_sleep=lambda state: self._log(url, state),
             reraise=True,
         )
+        began = time.monotonic()
         try:
             return retrying(attempt)
-        except _LASTING:
-            raise
-        except (OSError, pa.ArrowException) as error:
-            if any(word in str(error).lower() for word in _DENIED):
-                raise PermissionError(errno.EACCES, str(error), url) from error
-            tries = retrying.statistics.get("attempt_number", 1)
-            raise StorageError(
-                f"{url}: {error} ({type(error).__name__}, after {tries} of {MAX_TRIES} tries). "
-                "Check the name, the store's endpoint and the credentials in the environment; if it is overloaded, run fewer workers."
-            ) from error
+        except Exception as error:
+            told = self._told(error, url, retrying.statistics.get("attempt_number", 1), time.monotonic() - began)
+            if told is error:
+                raise
+            raise told from error
+
+    def _log(self, url: str, state: tenacity.RetryCallState) -> None:
+        tried, rest = state.attempt_number, state.upcoming_sleep
+        log.warning("storage: try %d of %d, next in %.1f s: %s: %s", tried, self.spec.max_tries, rest, url, faults.last(state))
+
+    def _told(self, error: Exception, url: str, tries: int, seconds: float) -> Exception:
+        """The error as the caller gets it."""
+        if faults.denied(error):
+            return PermissionError(errno.EACCES, f"the store refuses the credentials in use: {error}", url)
+        if (isinstance(error, faults.LASTING) and not faults.expired(error)) or not faults.of_a_store(error):
+            return error
+        return StorageError(
+            f"{url}: {error} ({type(error).__name__}, after {tries} of {self.spec.max_tries} tries, "
+            f"{seconds:.1f} of {self.spec.retry_seconds} s). {faults.mend(error)}"
+        )
 
 
 class _RemoteFile(io.RawIOBase):
@@ -316,66 +283,6 @@ class _RemoteFile(io.RawIOBase):
         super().close()
 
 
-def is_local(url: str) -> bool:
-    """Whether a URL is a path on this machine."""
-    return "://" not in url or url.startswith("file://")
-
-
-def local_path(url: str) -> str:
-    """The path of a local URL: `file://` is decoded, a path is taken as it stands."""
-    return unquote(urlsplit(url.replace("?", "%3F").replace("#", "%23")).path) if url.startswith("file://") else url
-
-
-def join(url: str, *parts: str) -> str:
-    """The name of something below a folder; parts are taken as they stand."""
-    if url.startswith("file://"):
-        url = local_path(url)
-    return "/".join([url[:-1] if url.endswith("/") else url, *parts])
-
-
-def _filesystem(spec: StorageSpec, url: str, pid: int) -> tuple[pyarrow.fs.FileSystem, str]:
-    """The filesystem of a remote URL, and the name within it."""
-    scheme, rest = url.split("://", 1)
-    if scheme == "s3":
-        return _s3(spec, rest.split("/", 1)[0], pid), rest
-    fs, path = fsspec.core.url_to_fs(url)
-    return pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(fs)), path
-
-
-@functools.lru_cache(maxsize=64)
-def _s3(spec: StorageSpec, bucket: str, pid: int) -> pyarrow.fs.FileSystem:
-    """A connection to a bucket. It must not outlive a fork, hence `pid`."""
-    options: dict[str, Any] = {
-        "anonymous": spec.anonymous,
-        "retry_strategy": pyarrow.fs.AwsStandardS3RetryStrategy(max_attempts=1),  # tries are made, counted and spread here
-        "allow_delayed_open": True,  # a small object is written by one request instead of three
-    }
-    region = spec.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    if spec.endpoint_url is not None:
-        parts = urlsplit(spec.endpoint_url)
-        options |= {"scheme": parts.scheme, "endpoint_override": parts.netloc + parts.path.rstrip("/")}
-        region = region or "us-east-1"
-    return pyarrow.fs.S3FileSystem(region=region or pyarrow.fs.resolve_s3_region(bucket), **options)
-
-
-def _passing(error: BaseException) -> bool:
-    """Whether a fault may be gone at the next try."""
-    if isinstance(error, ConnectionError | TimeoutError) or _expired(error):
-        return True
-    if isinstance(error, _LASTING) or not isinstance(error, OSError | pa.ArrowException):
-        return False
-    text = str(error).lower()
-    return error.__dict__.get("errno", getattr(error, "errno", None)) in _PASSING_ERRNO or any(word in text for word in _PASSING)
-
-
-def _expired(error: BaseException) -> bool:
-    return isinstance(error, OSError) and any(word in str(error).lower() for word in _EXPIRED)
-
-
-def _last(state: tenacity.RetryCallState) -> BaseException | None:
-    return state.outcome.exception() if state.outcome is not None else None
-
-
 def _slashes(path: str) -> Iterator[int]:
     return (at for at, character in enumerate(path) if character == "/")
 
@@ -394,59 +301,14 @@ def _select(fs: pyarrow.fs.FileSystem, folder: str, *, recursive: bool) -> list[
     return [(info.path[len(folder) + 1 :], info.size or 0) for info in files]
 
 
-def _walk(folder: str, prefix: str, depth: int | None) -> Iterator[Listed]:
-    """The files of a local folder. os.walk would pass over a folder that it may not read."""
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                if depth is None or depth > 1:
-                    yield from _walk(entry.path, f"{prefix}{entry.name}/", None if depth is None else depth - 1)
-                continue
-            try:
-                status = entry.stat()
-            except FileNotFoundError:
-                yield Listed(prefix + entry.name, -1, False)
-                continue
-            if stat.S_ISREG(status.st_mode):
-                yield Listed(prefix + entry.name, status.st_size, False)
-
-
-def _write_local(path: str, data: bytes, exclusive: bool) -> None:
-    folder = os.path.dirname(path)
-    os.makedirs(folder, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=folder, prefix=".zephon-", suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
-        if exclusive:
-            os.link(temporary, path)  # unlike a rename, it fails where the name is taken
-            os.unlink(temporary)
-        else:
-            os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
-@functools.cache
-def _umask() -> int:
-    # It can only be read by setting it.
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
-
-
 def _write_stream(fs: pyarrow.fs.FileSystem, path: str, data: bytes) -> None:
     # Left to itself pyarrow would compress what is written under a name that ends in .gz or .zst.
     with fs.open_output_stream(path, compression=None) as stream:
         stream.write(data)
 
 
-def _pipe(url: str, data: bytes, exclusive: bool) -> None:
-    fs, path = fsspec.core.url_to_fs(url)
+def _pipe(spec: StorageSpec, url: str, data: bytes, exclusive: bool) -> None:
+    fs, path = fsspec_of(spec, url)
     if not exclusive:
         fs.pipe_file(path, data)
         return
