@@ -294,7 +294,7 @@ def test_the_mixture_stays_within_the_proven_bound_in_every_lane_at_every_step(
     assert 0.05 < worst <= 1
 
 
-@pytest.mark.parametrize("runner", ["inline", "threads", "processes"])
+@pytest.mark.parametrize("runner", ["threads", "processes"])
 def test_an_opened_loader_refuses_a_forked_child_and_goes_on_in_its_parent(tmp_path: Path, runner: str) -> None:
     recipe = a_recipe(tmp_path, TWO)
     with Loader(recipe) as loader:
