@@ -192,10 +192,26 @@ class PackingSpec(Fields):
 
 
 class WorkersSpec(Fields):
-    """How many workers read and tokenise: from `min` to `max`, as the runner needs them."""
+    """How many workers read and tokenise: from `min` to `max`, as the runner needs them; and what each takes on a Ray cluster.
+
+    Attributes:
+        min: workers kept while the consumer is slow.
+        max: workers at most.
+        num_cpus: CPUs of a worker.
+        resources: custom resources of a worker, name -> amount.
+        labels: of the nodes that workers may be on, name -> value.
+    """
 
     min: Count = 1
     max: Count = 8
+    num_cpus: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    resources: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = {}
+    labels: dict[str, str] = {}
+
+    def describe(self) -> str:
+        """What one takes, for messages."""
+        extra = [f"{amount:g} {name}" for name, amount in self.resources.items()] + [f"{k}={v}" for k, v in self.labels.items()]
+        return ", ".join([f"{self.num_cpus:g} CPU", *extra])
 
 
 class StorageSpec(Fields):
@@ -227,6 +243,7 @@ class ExecutionSpec(Fields):
         hot_replay_bytes: bytes kept for a quick resume; None: 30 % of the object store.
         token_cache: folder or URL of the token cache; None: no cache.
         storage: how object stores are reached.
+        stall_seconds: without a unit from Ray before its execution is given up and opened again.
     """
 
     runner: Literal["ray", "processes", "threads", "inline"] = "threads"
@@ -236,6 +253,7 @@ class ExecutionSpec(Fields):
     hot_replay_bytes: Size | None = None
     token_cache: Location | None = None
     storage: StorageSpec = StorageSpec()
+    stall_seconds: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 60.0
 
 
 class RecipeFields(Fields):

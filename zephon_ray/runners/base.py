@@ -149,3 +149,18 @@ def name_of(task: UnitTask) -> str:
     place = {"parquet": "row group", "arrow": "record batch"}.get(group.shard.format, "byte range")
     inner = "" if group.shard.compression else f", {place} {group.ordinal}"
     return f"{group.where}{inner}, unit {task.unit} (group {group.group}, epoch {task.epoch})"
+
+
+def refuse_start(started: bool, closed: bool) -> None:
+    if started or closed:
+        raise RunnerError(f"this runner was {'closed' if closed else 'started'} before. Make a new one")
+
+
+def not_started() -> RunnerError:
+    return RunnerError("this runner was not started. Call start first")
+
+
+def nothing_left(closed: bool) -> RunnerError:
+    if closed:
+        return RunnerError("the runner is closed and gives no further unit")
+    return RunnerError("every unit that is allowed was given, so none can come. Allow further windows first")

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from zephon_ray.errors import RunnerError
 from zephon_ray.plan.windows import Position
-from zephon_ray.runners.base import FailedUnit, Job, Runner, RunnerStats, name_of
+from zephon_ray.runners.base import FailedUnit, Job, Runner, RunnerStats, name_of, not_started, nothing_left, refuse_start
 from zephon_ray.runners.makers import InChild, Interrupted, InThread, Maker
 from zephon_ray.runners.schedule import Schedule, Work
 from zephon_ray.runners.worker import Made
@@ -68,7 +68,7 @@ class InlineRunner(Runner):
 
     def start(self, job: Job, positions: Sequence[Position]) -> None:
         self._refuse_fork()
-        _refuse_start(self._schedule is not None, self._closed)
+        refuse_start(self._schedule is not None, self._closed)
         self._schedule = Schedule(job.recipe, job.manifests, positions, 1)
         self._maker = InThread(job.options)
         self._pid = os.getpid()
@@ -83,7 +83,7 @@ class InlineRunner(Runner):
         # A call that was interrupted, by Ctrl-C say, has left its unit here.
         self._work = self._work or schedule.next(0)
         if self._closed or self._work is None or self._maker is None:
-            raise _nothing_left(self._closed)
+            raise nothing_left(self._closed)
         made = self._maker.make(self._work.task)
         schedule.made(self._work, _last(made))
         self._work = None
@@ -101,7 +101,7 @@ class InlineRunner(Runner):
 
     def _started(self) -> Schedule:
         if self._schedule is None:
-            raise _not_started()
+            raise not_started()
         return self._schedule
 
 
@@ -144,13 +144,13 @@ class _Crew:
         with self._for_taker:
             self._for_taker.wait_for(self._settled, timeout_s)
             if self._closed:
-                raise _nothing_left(closed=True)
+                raise nothing_left(closed=True)
             if self._results:
                 return self._results.popleft()
             if self._error is not None:
                 raise self._error
             if not self._schedule.unmade:
-                raise _nothing_left(closed=False)
+                raise nothing_left(closed=False)
             raise RunnerError(self._overdue(timeout_s))
 
     def _settled(self) -> bool:
@@ -259,7 +259,7 @@ class _CrewRunner(Runner):
 
     def start(self, job: Job, positions: Sequence[Position]) -> None:
         self._refuse_fork()
-        _refuse_start(self._crew is not None, self._closed)
+        refuse_start(self._crew is not None, self._closed)
         schedule = Schedule(job.recipe, job.manifests, positions, self._workers)
         crew = _Crew(schedule, [self._maker(job.options) for _ in range(self._workers)], self._name)
         self._pid = os.getpid()
@@ -289,7 +289,7 @@ class _CrewRunner(Runner):
     def _started(self) -> _Crew:
         self._refuse_fork()
         if self._crew is None:
-            raise _not_started()
+            raise not_started()
         return self._crew
 
 
@@ -313,18 +313,3 @@ class ProcessesRunner(_CrewRunner):
 
     _name = "process"
     _maker = InChild
-
-
-def _refuse_start(started: bool, closed: bool) -> None:
-    if started or closed:
-        raise RunnerError(f"this runner was {'closed' if closed else 'started'} before. Make a new one")
-
-
-def _not_started() -> RunnerError:
-    return RunnerError("this runner was not started. Call start first")
-
-
-def _nothing_left(closed: bool) -> RunnerError:
-    if closed:
-        return RunnerError("the runner is closed and gives no further unit")
-    return RunnerError("every unit that is allowed was given, so none can come. Allow further windows first")

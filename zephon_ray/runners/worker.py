@@ -81,13 +81,13 @@ def _serve(sock: socket.socket) -> None:
     try:
         tokeniser = UnitTokeniser(options)
     except Exception as error:  # noqa: BLE001  raised by the other end
-        send(sock, _portable(error))
+        send(sock, portable(error))
         return
     send(sock, None)
     while True:
         made = make(tokeniser, receive(sock))
         if isinstance(made.unit, FailedUnit):
-            made = replace(made, unit=replace(made.unit, error=_portable(made.unit.error)))
+            made = replace(made, unit=replace(made.unit, error=portable(made.unit.error)))
         send(sock, made)
 
 
@@ -103,7 +103,7 @@ def _end_with(fd: int, parent: int) -> None:
     os._exit(0)
 
 
-def _portable(error: Exception) -> Exception:
+def portable(error: Exception) -> Exception:
     """An error that survives the way to another process, with the trace of one that nobody expected."""
     trace = "".join(traceback.format_exception(error))
     if not isinstance(error, ZephonError):

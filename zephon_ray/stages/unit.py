@@ -79,6 +79,26 @@ class TokenisedUnit:
     def key(self) -> UnitKey:
         return self.source, self.epoch, self.group, self.unit
 
+    @staticmethod
+    def nothing(*, source: int, epoch: int, group: int, unit: int, error: str | None = None) -> TokenisedUnit:
+        """A unit without documents, the last of its group."""
+        return TokenisedUnit(
+            source=source,
+            epoch=epoch,
+            group=group,
+            unit=unit,
+            last=True,
+            ids=np.empty(0, np.uint32),
+            offsets=np.zeros(1, np.int64),
+            digest=0,
+            text_bytes=0,
+            bad=0,
+            empty=0,
+            short=0,
+            bad_examples=(),
+            error=error,
+        )
+
     @property
     def documents(self) -> int:
         return len(self.offsets) - 1

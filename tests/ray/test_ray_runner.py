@@ -1,0 +1,59 @@
+"""The Ray runner keeps the contract of runners, and gives the contract's digests."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+pytest.register_assert_rewrite("tests.core.runner_suite")
+
+from tests.core.runner_suite import RunnerSuite, mixed_job  # noqa: E402
+from tests.core.test_golden import run_whole  # noqa: E402
+from tests.golden_cases import GoldenCase  # noqa: E402
+from zephon_ray.recipe import WorkersSpec  # noqa: E402
+from zephon_ray.runners.base import Runner  # noqa: E402
+from zephon_ray.runners.ray_data import RayRunner  # noqa: E402
+
+__all__ = ["mixed_job"]
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def workers() -> list[psutil.Process]:
+    """Processes that run tasks of Ray Data."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if any("ReadZephonUnits" in part for part in process.cmdline()):
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+class TestRay(RunnerSuite):
+    positions_step = 17
+    opens = 3
+
+    def make(self) -> Runner:
+        return RayRunner(WorkersSpec(min=1, max=2), stall_s=60.0)
+
+    @contextmanager
+    def hold(self, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        held = workers()
+        for process in held:
+            os.kill(process.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for process in held:
+                os.kill(process.pid, signal.SIGCONT)
+
+
+def test_the_golden_cases_whole(golden_case: GoldenCase) -> None:
+    run_whole(golden_case, "ray")

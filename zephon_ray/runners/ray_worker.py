@@ -1,0 +1,113 @@
+"""The worker's side of the Ray runner: some slots of every source, made as grants come, a block of units at a time.
+
+A task asks for one *entry* after the other and makes what it grants. Entries never change once they were given, so a
+task that Ray runs again makes the same blocks in the same order. Nothing here imports ray.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from zephon_ray.runners.base import FailedUnit, Job
+from zephon_ray.runners.fronts import Grant, SlotStart, SlotWalk
+from zephon_ray.runners.worker import Made, make, portable
+from zephon_ray.stages.tokenise import UnitTokeniser
+from zephon_ray.stages.unit import SCHEMA, TokenisedUnit
+
+BLOCK_BYTES = 4 << 20
+"""Ids a block holds at most, unless a single unit has more."""
+
+MADE = pa.schema([*SCHEMA, pa.field("skipped_bytes", pa.int64(), nullable=False), pa.field("failure", pa.binary())])
+"""A unit as a row of a block; `failure` is the pickled error of a unit that could not be made, between our own processes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """What the workers of a wave may make next.
+
+    Args:
+        starts: of each source that the wave has not met before, its epoch and where each slot goes on.
+        grants: windows, one a source at most.
+    """
+
+    starts: Mapping[int, tuple[int, Sequence[SlotStart]]]
+    grants: Sequence[Grant]
+
+
+def blocks(job: Job, tokeniser: UnitTokeniser, task: int, tasks: int, next_entry: Callable[[int], Entry | None]) -> Iterator[pa.Table]:
+    """Make the units of every slot whose number is `task` modulo `tasks`, until `next_entry` gives None.
+
+    Args:
+        job: what to work on.
+        tokeniser: the worker's.
+        task: in [0, tasks).
+        tasks: of the wave.
+        next_entry: gives the entry of a number from 0; waits for it.
+    """
+    walks: dict[int, SlotWalk] = {}
+    number = 0
+    while (entry := next_entry(number)) is not None:
+        for source, (epoch, starts) in entry.starts.items():
+            slots = range(task, len(starts), tasks)
+            walks[source] = SlotWalk(job.recipe, job.manifests[source], slots, epoch, starts)
+        yield from _packed(_rows(tokeniser, walks, entry.grants))
+        number += 1
+
+
+def _rows(tokeniser: UnitTokeniser, walks: Mapping[int, SlotWalk], grants: Sequence[Grant]) -> Iterator[Made]:
+    """The units of an entry: a window of each source in turn."""
+    for grant in grants:
+        walks[grant.source].go_to(grant.epoch)
+    left = list(grants)
+    while left:
+        for grant in list(left):
+            walk, window = walks[grant.source], None
+            while (found := walk.next(grant.end)) is not None and window in (None, found[0]):
+                window = found[0]
+                made = make(tokeniser, found[1])
+                good = isinstance(made.unit, TokenisedUnit) and made.unit.error is None
+                walk.made(made.unit.last if good and isinstance(made.unit, TokenisedUnit) else None)
+                yield made
+            if found is None:
+                left.remove(grant)
+
+
+def _packed(rows: Iterator[Made]) -> Iterator[pa.Table]:
+    batches: list[pa.RecordBatch] = []
+    size = 0
+    for made in rows:
+        batch = _row(made)
+        if batches and size + batch.nbytes > BLOCK_BYTES:
+            yield pa.Table.from_batches(batches).combine_chunks()
+            batches, size = [], 0
+        batches.append(batch)
+        size += batch.nbytes
+    if batches:
+        yield pa.Table.from_batches(batches).combine_chunks()
+
+
+def _row(made: Made) -> pa.RecordBatch:
+    unit, failure = made.unit, None
+    if isinstance(unit, FailedUnit):
+        failure = pickle.dumps(portable(unit.error))
+        unit = TokenisedUnit.nothing(source=unit.source, epoch=unit.epoch, group=unit.group, unit=unit.unit)
+    row = unit.to_arrow()
+    columns = [*row.columns, pa.array([made.skipped_bytes], pa.int64()), pa.array([failure], pa.binary())]
+    return pa.RecordBatch.from_arrays(columns, schema=MADE)
+
+
+def units_of(table: pa.Table) -> Iterator[Made]:
+    """The units of a block; their ids are views of its buffers."""
+    for batch in table.to_batches():
+        plain = batch.select(SCHEMA.names)
+        for row in range(batch.num_rows):
+            unit: TokenisedUnit | FailedUnit = TokenisedUnit.from_arrow(plain, row)
+            failure = batch.column("failure")[row].as_py()
+            if failure is not None:
+                error = pickle.loads(failure)  # noqa: S301  our own worker's
+                unit = FailedUnit(source=unit.source, epoch=unit.epoch, group=unit.group, unit=unit.unit, error=error)
+            yield Made(unit=unit, skipped_bytes=batch.column("skipped_bytes")[row].as_py())
