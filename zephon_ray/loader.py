@@ -28,8 +28,9 @@ class Loader:
 
     Args:
         recipe: a recipe, or the path of one.
-        runner: "inline", "threads" or "processes"; None for the recipe's.
-        workers: threads or processes that read and tokenise; None for as many as the recipe allows and the machine has.
+        runner: "inline", "threads", "processes" or "ray"; None for the recipe's.
+        workers: how many read and tokenise; None for as many as the recipe allows and the machine or cluster has.
+        address: of a Ray cluster ("host:port"); None for the one that this process is in, else for one of its own.
         dp_rank: in [0, dp_world_size).
         dp_world_size: a divisor of `global_batch_size`. It may differ from that of the run that saved the state.
         state: what `state_dict` gave; None for the beginning.
@@ -46,6 +47,7 @@ class Loader:
         *,
         runner: str | None = None,
         workers: int | None = None,
+        address: str | None = None,
         dp_rank: int = 0,
         dp_world_size: int = 1,
         state: State | None = None,
@@ -53,7 +55,7 @@ class Loader:
         self.recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
         self.recipe.check_dp(dp_rank, dp_world_size)
         self.dp_rank, self.dp_world_size = dp_rank, dp_world_size
-        self._runner, self._workers = runner, workers
+        self._runner, self._workers, self._address = runner, workers, address
         self._state = None if state is None else _bytes_of(state)
         self._stream: Stream | None = None
         self._closed = False
@@ -72,7 +74,7 @@ class Loader:
         if self._stream is None:
             if self._closed:
                 raise UserError("this loader was closed before it was used. Make a new one, or give it a state with load_state_dict")
-            self._stream = Stream(self.recipe, runner=self._runner, workers=self._workers, state=self._state)
+            self._stream = Stream(self.recipe, runner=self._runner, workers=self._workers, address=self._address, state=self._state)
         return self._stream
 
     def __iter__(self) -> Self:

@@ -14,7 +14,7 @@ from zephon_ray.collector import Collector, prepare
 from zephon_ray.ledger import Recorded
 from zephon_ray.prefetch import Prefetch
 from zephon_ray.recipe import Recipe
-from zephon_ray.runners import default_workers, idle_options, make_runner
+from zephon_ray.runners import idle_options, make_runner
 from zephon_ray.runners.base import Job, Runner, RunnerStats
 from zephon_ray.state import Identity, from_bytes, to_bytes
 
@@ -30,7 +30,8 @@ class Stream:
     Args:
         recipe: checked already.
         runner: its name; None for the recipe's.
-        workers: of the runner; None for as many as the recipe allows and the machine has.
+        workers: of the runner; None for as many as the recipe allows and the machine or cluster has.
+        address: of a Ray cluster ("host:port"), for the runner "ray"; None for the one that this process is in, else for its own.
         state: bytes of a state; None for the beginning.
         recorded: digests of windows that will be read again, to be compared.
         prepared: what `prepare(recipe)` gave, where the caller has it.
@@ -46,6 +47,7 @@ class Stream:
         *,
         runner: str | None = None,
         workers: int | None = None,
+        address: str | None = None,
         state: bytes | None = None,
         recorded: Recorded | None = None,
         prepared: tuple[Job, Identity] | None = None,
@@ -55,7 +57,7 @@ class Stream:
         name = runner or recipe.execution.runner
         for sentence in idle_options(recipe):
             _log.warning("%s", sentence)
-        self._runner = make_runner(name, workers if workers is not None else default_workers(recipe))
+        self._runner = make_runner(name, recipe, workers=workers, address=address)
         self._prefetch: Prefetch | None = None
         try:
             collector = Collector(job, self._runner, start, recorded)

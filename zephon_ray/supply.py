@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -192,7 +192,7 @@ class SourceSupply:
                 self._memory.left += self._kept_bytes
                 self._kept, self._kept_bytes, self._keeps = {}, 0, False
                 return
-            self._kept[key] = unit
+            self._kept[key] = unit if unit.ids.flags.owndata else replace(unit, ids=unit.ids.copy(), offsets=unit.offsets.copy())
             self._kept_bytes += size
             self._memory.left -= size
 

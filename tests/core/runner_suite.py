@@ -213,6 +213,10 @@ class RunnerSuite:
         """Keeps a started runner that has made a unit from making any other. Only for those that read ahead."""
         raise NotImplementedError
 
+    def holdings(self) -> tuple[set[str], list[int], int]:
+        """What of the runner's is there: threads, processes, open files."""
+        return holdings()
+
     @pytest.fixture
     def runner(self) -> Iterator[Runner]:
         with self.make() as runner:
@@ -352,7 +356,7 @@ class RunnerSuite:
         self.started(runner, mixed_job)
         runner.allow(0, 1)
         first = take_all(runner)
-        workers = holdings()[1]
+        workers = self.holdings()[1]
         child = os.fork()
         if child == 0:
             refused = 0
@@ -366,7 +370,7 @@ class RunnerSuite:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
         runner.allow(0, 2)
         same(first + take_all(runner), [unit for _, units in walk(mixed_job, 0, 2)[0] for unit in units])
-        assert set(workers) <= set(holdings()[1])
+        assert set(workers) <= set(self.holdings()[1])
 
     # Waiting
 
@@ -394,7 +398,7 @@ class RunnerSuite:
     @pytest.mark.parametrize("moment", ["new", "started", "allowed", "full", "taking", "over", "failed"])
     def test_closing_at_any_moment_leaves_nothing_behind(self, moment: str, mixed_job: Job) -> None:
         walk(mixed_job, 1, 1)  # whatever is opened once and for all is open then
-        before = holdings()
+        before = self.holdings()
         runner = self.make()
         if moment != "new":
             self.started(runner, mixed_job)
@@ -411,14 +415,14 @@ class RunnerSuite:
             with pytest.raises(RunnerError):
                 runner.take(WAIT_S)
         runner.close()
-        assert holdings() == before
+        assert self.holdings() == before
         runner.close()
         runner.stats()
         with pytest.raises(RunnerError, match="closed" if moment != "new" else "not started"):
             runner.take(1)
 
     def test_closing_from_another_thread_ends_a_wait(self, mixed_job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-        before = holdings()
+        before = self.holdings()
         runner = self.make()
         if not runner.reads_ahead:
             pytest.skip("it never waits for others")
@@ -444,24 +448,24 @@ class RunnerSuite:
             assert errors == ["the runner is closed and gives no further unit"]
         for closer in closers:
             closer.join(WAIT_S)
-        assert holdings() == before
+        assert self.holdings() == before
 
     def test_a_runner_that_is_forgotten_ends_by_itself(self, mixed_job: Job) -> None:
         walk(mixed_job, 1, 1)
-        before = holdings()
+        before = self.holdings()
         runner = self.started(self.make(), mixed_job)
         runner.allow(1, ALL)
         runner.take(WAIT_S)
         del runner
         gc.collect()
-        eventually(lambda: holdings() == before, "threads, children and files are as before")
+        eventually(lambda: self.holdings() == before, "threads, children and files are as before")
 
     def test_opening_and_closing_over_and_over_adds_nothing_up(self, mixed_job: Job) -> None:
         walk(mixed_job, 1, 1)
-        before = holdings()
+        before = self.holdings()
         for count in itertools.repeat(3, self.opens):
             with self.started(self.make(), mixed_job) as runner:
                 runner.allow(1, ALL)
                 for _ in range(count):
                     runner.take(WAIT_S)
-            assert holdings() == before
+            assert self.holdings() == before

@@ -30,9 +30,10 @@ from tests.core.runner_suite import (  # noqa: E402  its assertions are to expla
     take_all,
     walk,
 )
+from tests.small import fields  # noqa: E402
 from zephon_ray.errors import RecipeError, RunnerError  # noqa: E402
 from zephon_ray.plan.windows import UnitTask  # noqa: E402
-from zephon_ray.recipe import recipe_from_dict  # noqa: E402
+from zephon_ray.recipe import Recipe, recipe_from_dict  # noqa: E402
 from zephon_ray.runners import RUNNERS, default_workers, make_runner  # noqa: E402
 from zephon_ray.runners.base import Job, Runner  # noqa: E402
 from zephon_ray.runners.local import InlineRunner, ProcessesRunner, ThreadsRunner  # noqa: E402
@@ -255,7 +256,7 @@ from zephon_ray.runners import make_runner
 atexit.register(lambda: print("threads left:", threading.active_count() - 1))
 recipe = load_recipe(sys.argv[1])
 job, _ = prepare(recipe)
-runner = make_runner(sys.argv[3], 2)
+runner = make_runner(sys.argv[3], recipe, workers=2)
 runner.start(job, [SourceCursor(recipe, manifest).position for manifest in job.manifests])
 runner.allow(len(job.manifests) - 1, 10**6)
 print("started", flush=True)
@@ -341,17 +342,21 @@ def test_a_script_that_ends_without_closing_ends_cleanly(mixed_job: Job, how: st
 # --- names ----------------------------------------------------------------------------------------------------------
 
 
+def a_recipe_for_names() -> Recipe:
+    return recipe_from_dict(fields(), "/nowhere")
+
+
 def test_every_runner_is_made_by_its_name() -> None:
-    made = [make_runner(name, 2) for name in RUNNERS]
+    recipe = a_recipe_for_names()
+    made = [make_runner(name, recipe, workers=2) for name in RUNNERS if name != "ray"]
     assert [type(runner) for runner in made] == [InlineRunner, ThreadsRunner, ProcessesRunner]
     assert [runner.reads_ahead for runner in made] == [False, True, True]
     assert [runner.stats().workers for runner in made] == [1, 2, 2]
 
 
-@pytest.mark.parametrize(("name", "what"), [("ray", "is not part of this version yet"), ("rays", "is no runner")])
-def test_a_runner_that_is_not_there_is_refused_with_those_that_are(name: str, what: str) -> None:
-    with pytest.raises(RecipeError, match=f"{what}. Use one of inline, threads, processes"):
-        make_runner(name, 1)
+def test_a_runner_that_is_not_there_is_refused_with_those_that_are() -> None:
+    with pytest.raises(RecipeError, match=r"'rays' is no runner. Use one of inline, threads, processes, ray"):
+        make_runner("rays", a_recipe_for_names())
 
 
 def test_there_are_no_more_workers_than_the_recipe_and_the_machine_allow(mixed_job: Job) -> None:

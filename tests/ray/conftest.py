@@ -10,6 +10,6 @@ import ray
 
 @pytest.fixture(scope="session", autouse=True)
 def cluster() -> Iterator[None]:
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+    ray.init(address="local", num_cpus=2, include_dashboard=True, log_to_driver=False, logging_level="ERROR", configure_logging=False)
     yield
     ray.shutdown()

@@ -50,7 +50,7 @@ def _looked_at(recipe: Recipe, dp_sizes: Sequence[int]) -> Job:
     errors: list[UserError] = []
     for dp_size in dp_sizes:
         _tried(errors, recipe.check_dp, 0, dp_size)
-    _tried(errors, make_runner, recipe.execution.runner, 1)
+    _tried(errors, make_runner, recipe.execution.runner, recipe)
     options: Options | None = _tried(errors, make_options, recipe)
     storage = Storage(recipe.execution.storage)
     found = [_tried(errors, build_manifest, recipe, index, storage) for index in range(len(recipe.sources))]

@@ -44,7 +44,8 @@ class Cluster:
         """How many workers the nodes that are alive have room for, whatever else runs there. Looked up at most once a second."""
         now = time.monotonic()
         if self._counted is None or now - self._counted[0] > _SLOTS_S:
-            self._counted = now, sum(_room(node, workers) for node in ray.nodes() if node["Alive"])
+            nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+            self._counted = now, sum(_room(node, workers) for node in nodes if node["Alive"])
         return self._counted[1]
 
     def leave(self) -> None:
@@ -73,6 +74,7 @@ def connect(address: str | None, workers: WorkersSpec) -> Cluster:
     Raises:
         RunnerError: the address does not answer, is another cluster than the one that this process is in, or refuses us.
     """
+    _hush()
     if ray.is_initialized():
         return Cluster(ours=False)
     if address is None:
@@ -112,15 +114,17 @@ def _explained(error: Exception) -> str:
     return text
 
 
+def _hush() -> None:
+    for name in ("ray", "ray.data"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Join without Ray's messages, and put back the signal handler that it replaces."""
     os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
     main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM) if main else None
-    loggers = [logging.getLogger(name) for name in ("ray", "ray.data")]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
     try:
         yield
     finally:

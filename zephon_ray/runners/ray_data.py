@@ -20,7 +20,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import ray
@@ -89,10 +89,10 @@ class _Mailbox:
             return None if self._closed else self._entries.get(key)
 
 
-class _Slots(Datasource):  # type: ignore[misc]
+class _Slots(Datasource):
     """The read tasks of a wave."""
 
-    def __init__(self, job: ray.ObjectRef, mailbox: Any, wave: int, tasks: int) -> None:
+    def __init__(self, job: ray.ObjectRef[Job], mailbox: Any, wave: int, tasks: int) -> None:
         self._read = [_reader(job, mailbox, wave, task, tasks) for task in range(tasks)]
 
     def get_name(self) -> str:
@@ -106,7 +106,7 @@ class _Slots(Datasource):  # type: ignore[misc]
         return [ReadTask(read, unknown) for read in self._read]
 
 
-def _reader(job: ray.ObjectRef, mailbox: Any, wave: int, task: int, tasks: int) -> Callable[[], Iterable[pa.Table]]:
+def _reader(job: ray.ObjectRef[Job], mailbox: Any, wave: int, task: int, tasks: int) -> Callable[[], Iterable[pa.Table]]:
     def read() -> Iterator[pa.Table]:
         made = ray.get(job)
         tokeniser = _TOKENISERS.get(job.hex())
@@ -136,7 +136,7 @@ class _Wave:
 
 
 class _Core:
-    """The runner's threads and what they share, under one lock. It does not know its runner, so that one that was forgotten is collected."""
+    """The runner's threads and what they share, under one lock. It does not know its runner: one that was forgotten is collected."""
 
     def __init__(self, job: Job, positions: Sequence[Position], workers: WorkersSpec, stall_s: float, cluster: Cluster) -> None:
         self._job, self._workers, self._stall_s, self._cluster = job, workers, stall_s, cluster
@@ -155,8 +155,8 @@ class _Core:
         self._closed = self._left = False
         self._pid = os.getpid()
         self._job_ref = ray.put(job)
-        mailbox = ray.remote(num_cpus=0, max_concurrency=10_000, scheduling_strategy=cluster.here())(_Mailbox)
-        self._mailbox = mailbox.remote()
+        mailbox: Any = ray.remote(_Mailbox)
+        self._mailbox = mailbox.options(num_cpus=0, max_concurrency=10_000, scheduling_strategy=cluster.here()).remote()
         self._supervisor = threading.Thread(target=self._supervise, name="zephon-ray-supervisor", daemon=True)
 
     def start(self) -> None:
@@ -208,7 +208,8 @@ class _Core:
     def _condition(self, awaited: UnitTask | None) -> str:
         slots = self._cluster.slots(self._workers)
         what = f"Awaited is {name_of(awaited)}. " if awaited is not None else ""
-        return f"{what}The cluster has room for {slots} workers of {self._workers.describe()}; look at its nodes, and whether the storage answers"
+        room = f"The cluster has room for {slots} workers of {self._workers.describe()}"
+        return f"{what}{room}; look at its nodes, and whether the storage answers"
 
     # ---- waves; all under the lock
 
@@ -264,7 +265,8 @@ class _Core:
         self._lives -= 1
         if not self._lives:
             self._error = RunnerError(
-                f"no unit came for {_LIVES} times {self._stall_s:g} s, through {_LIVES} executions ({why}). {self._condition(self._awaited())}"
+                f"no unit came for {_LIVES} times {self._stall_s:g} s, through {_LIVES} executions ({why})."
+                f" {self._condition(self._awaited())}"
             )
             self._changed.notify_all()
             return
@@ -320,7 +322,8 @@ class _Core:
             wave.executor = dataset._create_executor()
             for bundle in dataset._build_bundle_iterator(wave.executor):
                 for ref in bundle.block_refs:
-                    self._deliver(wave, ray.get(ref))
+                    table: Any = ray.get(cast(Any, ref))
+                    self._deliver(wave, table)
         except Exception as error:  # noqa: BLE001  looked after by the supervisor
             wave.error = error
         finally:
@@ -333,13 +336,14 @@ class _Core:
         context.target_max_block_size = 1  # what a task yields is a block, and is passed on at once
         context.enable_progress_bars = False
         with _CONTEXT, DataContext.current(context):
-            return ray.data.read_datasource(
+            dataset: ray.data.Dataset = ray.data.read_datasource(
                 _Slots(self._job_ref, self._mailbox, wave.number, wave.tasks),
                 override_num_blocks=wave.tasks,
                 num_cpus=self._workers.num_cpus,
                 resources=dict(self._workers.resources) or None,
                 label_selector=dict(self._workers.labels) or None,
             )
+        return dataset
 
     def _deliver(self, wave: _Wave, table: pa.Table) -> None:
         with self._changed:

@@ -9,7 +9,7 @@ from zephon_ray.recipe import Recipe
 from zephon_ray.runners.base import Runner
 from zephon_ray.runners.local import InlineRunner, ProcessesRunner, ThreadsRunner
 
-RUNNERS = ("inline", "threads", "processes")
+RUNNERS = ("inline", "threads", "processes", "ray")
 
 
 def default_workers(recipe: Recipe) -> int:
@@ -33,12 +33,14 @@ def idle_options(recipe: Recipe) -> list[str]:
     return [f"execution.{name} has no effect in this version: what it sets arrives with the feed. No batch depends on it" for name in idle]
 
 
-def make_runner(name: str, workers: int) -> Runner:
+def make_runner(name: str, recipe: Recipe, *, workers: int | None = None, address: str | None = None) -> Runner:
     """A runner that is not started yet.
 
     Args:
         name: one of `RUNNERS`.
-        workers: how many, at least 1; "inline" has none.
+        recipe: its `execution` says what workers are.
+        workers: how many at most, at least 1; None for as many as the recipe allows and the machine or cluster has. "inline" has none.
+        address: of a Ray cluster, for "ray"; None for the one that this process is in, else for one of its own.
 
     Raises:
         RecipeError: there is none of that name.
@@ -46,8 +48,14 @@ def make_runner(name: str, workers: int) -> Runner:
     if name == "inline":
         return InlineRunner()
     if name == "threads":
-        return ThreadsRunner(workers)
+        return ThreadsRunner(workers or default_workers(recipe))
     if name == "processes":
-        return ProcessesRunner(workers)
-    reason = "is not part of this version yet" if name == "ray" else "is no runner"
-    raise RecipeError([f"execution.runner={name!r} {reason}. Use one of {', '.join(RUNNERS)}"])
+        return ProcessesRunner(workers or default_workers(recipe))
+    if name == "ray":
+        from zephon_ray.runners.ray_data import RayRunner  # the core does without ray
+
+        spec = recipe.execution.workers
+        most = workers or spec.max
+        limits = spec.model_copy(update={"min": min(spec.min, most), "max": most})
+        return RayRunner(limits, recipe.execution.stall_seconds, address)
+    raise RecipeError([f"execution.runner={name!r} is no runner. Use one of {', '.join(RUNNERS)}"])
