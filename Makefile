@@ -24,10 +24,10 @@ demo: $(VENV)/.installed
 	$(BIN)/zephon-ray demo
 
 test: $(VENV)/.installed-dev
-	$(PYTEST) --numprocesses 2 tests
+	$(PYTEST) --numprocesses 2 --dist loadgroup tests
 
 test-all: $(VENV)/.installed-dev
-	$(PYTEST) --numprocesses 2 --timeout 3600 -m 'not bench' tests
+	$(PYTEST) --numprocesses 2 --dist loadgroup --timeout 3600 -m 'not bench' tests
 
 bench: $(VENV)/.installed-dev
 	$(PYTEST) --capture no --timeout 3600 -m bench tests

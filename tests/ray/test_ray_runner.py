@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import psutil
 import pytest
@@ -15,11 +15,13 @@ from ray.util.state import list_actors
 pytest.register_assert_rewrite("tests.core.runner_suite")
 
 from tests.core.runner_suite import RunnerSuite, mixed_job  # noqa: E402
-from tests.core.test_golden import run_whole  # noqa: E402
+from tests.core.test_golden import check, run_whole  # noqa: E402
 from tests.golden_cases import GoldenCase  # noqa: E402
-from zephon_ray.recipe import WorkersSpec  # noqa: E402
+from zephon_ray.collector import prepare  # noqa: E402
+from zephon_ray.recipe import WorkersSpec, load_recipe  # noqa: E402
 from zephon_ray.runners.base import Runner  # noqa: E402
 from zephon_ray.runners.ray_data import RayRunner  # noqa: E402
+from zephon_ray.stream import Stream  # noqa: E402
 
 __all__ = ["mixed_job"]
 
@@ -62,5 +64,29 @@ class TestRay(RunnerSuite):
                 os.kill(process.pid, signal.SIGCONT)
 
 
-def test_the_golden_cases_whole(golden_case: GoldenCase) -> None:
+GOLDEN_IN_SHORT = ["best_fit_pad", "compressed_edges", "rare_source", "slots_of_unequal_files"]
+
+
+@pytest.mark.parametrize("name", GOLDEN_IN_SHORT)
+def test_ray_gives_the_contracts_digests(name: str, golden_cases: dict[str, GoldenCase]) -> None:
+    run_whole(golden_cases[name], "ray")
+
+
+@pytest.mark.long
+def test_ray_gives_the_contracts_digests_in_every_case(golden_case: GoldenCase) -> None:
     run_whole(golden_case, "ray")
+
+
+@pytest.mark.parametrize("name", ["compressed_edges", "rare_source", "best_fit"])
+def test_ray_resumes_at_the_first_the_middle_and_the_last_step(name: str, golden_cases: dict[str, GoldenCase]) -> None:
+    case = golden_cases[name]
+    recipe = load_recipe(case.recipe)
+    prepared = prepare(recipe)
+    last = len(case.steps)
+    with closing(Stream(recipe, runner="inline", prepared=prepared)) as stream:
+        states = [stream.state_bytes(), *(stream.state_bytes() for _ in case.steps if stream.next_batch())]
+    for start in (1, last // 2, last - 1):
+        with closing(Stream(recipe, runner="ray", state=states[start], prepared=prepared)) as stream:
+            for step in range(start + 1, min(start + 3, last) + 1):
+                check(stream.next_batch(), case, step)
+                assert stream.state_bytes() == states[step]
