@@ -208,6 +208,9 @@ class WorkersSpec(Fields):
     resources: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = {}
     labels: dict[str, str] = {}
 
+    def __hash__(self) -> int:
+        return hash((self.min, self.max, self.num_cpus, *sorted(self.resources.items()), *sorted(self.labels.items())))
+
     def describe(self) -> str:
         """What one takes, for messages."""
         extra = [f"{amount:g} {name}" for name, amount in self.resources.items()] + [f"{k}={v}" for k, v in self.labels.items()]
