@@ -194,6 +194,7 @@ FORGED: dict[str, Callable[[dict[str, Any]], None]] = {
     "slots of no length": put("sources", 0, "slots", to=lambda s: [0, 0, 0, *s]),
     "a unit that is not there": put("sources", 0, "slots", 2, to=5),
     "a group that is not there": put("sources", 0, "slots", 1, to=10**6),
+    "another window": put("sources", 0, "window", to=lambda w: w + 1),
     "a lane far ahead": put("sources", 0, "windows", 1, to=lambda w: w + 10**7),
     "all lanes ahead": put("sources", 0, "windows", to=lambda w: [x + 1 for x in w]),
     "an index that is not there": put("sources", 0, "indices", 0, to=10**9),
