@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ import typer
 
 import zephon_ray
 from tests.golden_cases import GOLDEN, GoldenCase
+from tests.small import a_recipe
 from zephon_ray.cli.main import app, run_command
 from zephon_ray.cli.render import number, size
 from zephon_ray.errors import RunnerError
@@ -361,11 +363,11 @@ def test_a_stream_that_ends_early_is_no_error(cli: Cli) -> None:
 
 
 def _wait_for_lines(path: Path, process: subprocess.Popen[bytes], lines: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline, pause = time.monotonic() + 60, threading.Event()
     while path.read_bytes().count(b"\n") < lines:
         assert process.poll() is None, "it ended by itself"
         assert time.monotonic() < deadline
-        time.sleep(0.01)
+        pause.wait(0.01)
 
 
 @pytest.mark.fault
@@ -436,3 +438,13 @@ def test_only_commands_import_the_command_line() -> None:
         nodes = (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Import | ast.ImportFrom))
         names = {name for n in nodes for name in ([n.module or ""] if isinstance(n, ast.ImportFrom) else [a.name for a in n.names])}
         assert not [name for name in names if name.startswith(("typer", "rich", "zephon_ray.cli"))], path
+
+
+def test_deep_validation_finds_a_stream_that_is_too_short_for_a_batch(cli: Cli, tmp_path: Path) -> None:
+    recipe = a_recipe(tmp_path, {"a": {"epochs": 1}}, global_batch_size=4096)
+    (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
+    said = cli("validate", "--deep", tmp_path / "recipe.yaml")
+    assert said.code == 2
+    assert "final_batch: pad" in said.err + said.out
+    assert cli("validate", "--deep", tmp_path / "recipe.yaml", "--set", "final_batch=pad").code == 0
+    assert cli("run", tmp_path / "recipe.yaml", "--steps", 3).code == 2

@@ -2,8 +2,11 @@
 
     {"checksum": sha256 of the canonical JSON of "state", "state": {...}}
 
+where "sources" holds one list a field, each with one value a source: numbers of the source itself, lists of numbers a lane, and
+for its slots runs of equal places, each three numbers (how many slots, ordinal, unit).
+
 It holds integers and hashes only, never token data, is equal for every rank, and does not depend on what was read
-ahead. About 27 bytes a lane and source, 6 a slot (equal neighbours are counted once), 4 a recipe field.
+ahead. At most 2 KB and 64 bytes a lane and source, and about 8 a slot where neighbours differ; equal neighbours are counted once.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -78,22 +81,22 @@ def to_bytes(state: StreamState, identity: Identity) -> bytes:
         "format": FORMAT,
         "open_source": state.lanes.open_source.tolist(),
         "open_used": state.lanes.open_used.tolist(),
-        "sources": [_source_json(s) for s in state.lanes.sources],
+        "sources": _sources_json(state.lanes.sources),
         "step": state.step,
     }
     return canonical_json({"checksum": sha256_hex(canonical_json(body)), "state": body})
 
 
-def _source_json(source: SourceStart) -> dict[str, Any]:
-    runs = [(len(list(same)), *place) for place, same in groupby(source.position.places)]
+def _sources_json(sources: Sequence[SourceStart]) -> dict[str, Any]:
+    runs = [[(len(list(same)), *place) for place, same in groupby(s.position.places)] for s in sources]
     return {
-        "counts": source.counts.tolist(),
-        "dealt": source.dealt.tolist(),
-        "epoch": source.position.epoch,
-        "indices": source.indices.tolist(),
-        "slots": [number for run in runs for number in run],
-        "window": source.position.window,
-        "windows": source.windows.tolist(),
+        "counts": [s.counts.tolist() for s in sources],
+        "dealt": [s.dealt.tolist() for s in sources],
+        "epoch": [s.position.epoch for s in sources],
+        "indices": [s.indices.tolist() for s in sources],
+        "slots": [[number for run in of_source for number in run] for of_source in runs],
+        "window": [s.position.window for s in sources],
+        "windows": [s.windows.tolist() for s in sources],
     }
 
 
@@ -110,8 +113,9 @@ def from_bytes(data: bytes, identity: Identity) -> StreamState:
     """
     body = _open(data)
     _check_identity(body, identity)
-    lanes, sources = int(identity.fields["lanes"]), body.get("sources")
-    if not isinstance(sources, list) or len(sources) != _sources_in(list(identity.fields)):
+    lanes, sources = int(identity.fields["lanes"]), _sources_in(list(identity.fields))
+    columns = body.get("sources")
+    if not isinstance(columns, dict) or any(not isinstance(c, list) or len(c) != sources for c in columns.values()):
         raise StateError(_damaged("sources"))
     chain = body.get("chain")
     if not isinstance(chain, str) or not re.fullmatch("[0-9a-f]{32}", chain):
@@ -120,8 +124,8 @@ def from_bytes(data: bytes, identity: Identity) -> StreamState:
         step=_number(body.get("step"), "step"),
         chain=bytes.fromhex(chain),
         lanes=LanesState(
-            sources=tuple(_source_from(s, i, identity) for i, s in enumerate(sources)),
-            open_source=_numbers(body.get("open_source"), "open_source", lanes, least=-1, limit=len(sources)),
+            sources=tuple(_source_from({name: c[i] for name, c in columns.items()}, i, identity) for i in range(sources)),
+            open_source=_numbers(body.get("open_source"), "open_source", lanes, least=-1, limit=sources),
             open_used=_numbers(body.get("open_used"), "open_used", lanes, limit=_most_open(identity)),
         ),
     )
@@ -131,10 +135,8 @@ def from_bytes(data: bytes, identity: Identity) -> StreamState:
     return state
 
 
-def _source_from(value: Any, source: int, identity: Identity) -> SourceStart:
+def _source_from(value: Mapping[str, Any], source: int, identity: Identity) -> SourceStart:
     path, lanes = f"sources[{source}]", int(identity.fields["lanes"])
-    if not isinstance(value, dict):
-        raise StateError(_damaged(path))
     flat = value.get("slots")
     runs = _numbers(flat, f"{path}.slots", len(flat) // 3 * 3 if isinstance(flat, list) else 0).reshape(-1, 3).tolist()
     if sum(run[0] for run in runs) > int(identity.fields[f"{path}.window_groups"]):
@@ -202,8 +204,9 @@ def _check_identity(body: dict[str, Any], identity: Identity) -> None:
     size = _FIELD_BYTES
     differ = [n for i, n in enumerate(names) if then[i * size : i * size + size] != now[i * size : i * size + size]]
     if len(then) != len(now):
-        sources = body.get("sources")
-        count = f"sources (now {_sources_in(names)} of them, {len(sources) if isinstance(sources, list) else 'none'} in the state)"
+        columns = body.get("sources")
+        epochs = columns.get("epoch") if isinstance(columns, dict) else None
+        count = f"sources (now {_sources_in(names)} of them, {len(epochs) if isinstance(epochs, list) else 'none'} in the state)"
         differ = [*(n for n in differ if not n.startswith("sources[")), count]
     values = identity.fields
     told = "; ".join(f"{n} (now {values[n]!r})" if n in values else n for n in differ) or "none that can be named"

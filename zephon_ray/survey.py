@@ -205,4 +205,14 @@ def problems_of(recipe: Recipe, censuses: Sequence[SourceCensus]) -> list[str]:
             problems.append(f"{name}: {census.bad} bad records in all, and {limit}. Mend the data, or write {mend}.")
         if not census.pairs and not census.unread_groups:
             problems.append(f"{name}: no document of at least two ids. Look at text_field, or leave the source out.")
-    return problems
+    return problems + _too_short(recipe, censuses)
+
+
+def _too_short(recipe: Recipe, censuses: Sequence[SourceCensus]) -> list[str]:
+    """Whether the epochs of all sources together cannot fill one batch."""
+    needed = recipe.global_batch_size * recipe.sequence_length
+    given = [census.pairs * spec.epochs for spec, census in zip(recipe.sources, censuses, strict=True) if spec.epochs is not None]
+    if recipe.final_batch == "pad" or len(given) < len(recipe.sources) or sum(given) >= needed:
+        return []
+    short = f"the epochs of all sources give {sum(given)} next-token pairs, and one batch takes {needed}."
+    return [f"{short} Give them more epochs or take a smaller batch, or write final_batch: pad."]

@@ -22,7 +22,7 @@ from zephon_ray.stages.json_lines import MAX_DEPTH, MAX_DIGITS, texts_of_lines
 from zephon_ray.stages.lines import LineBlock, LineStream, read_range
 from zephon_ray.stages.texts import LeftOut
 from zephon_ray.stages.tokenise import UnitTokeniser, make_options
-from zephon_ray.stages.unit import TokenisedUnit, UnitTask
+from zephon_ray.stages.unit import UnitTask
 from zephon_ray.storage import Storage
 
 SKIPPABLE = b"\x50\x2a\x4d\x18" + (5).to_bytes(4, "little") + b"notes"
@@ -368,21 +368,6 @@ def test_under_skip_the_first_three_bad_records_are_described_and_all_are_counte
     put(tmp_path / "a.jsonl", b"bad\n" * 10 + json_lines(["good"]))
     ((unit,),) = read_units(a_source(tmp_path, "a.jsonl"))
     assert (unit.bad, len(unit.bad_examples), unit.documents, unit.error) == (10, 3, 1, None)
-
-
-def test_a_reader_with_more_streams_than_it_may_keep_gives_the_same_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in range(6):
-        put(tmp_path / "data" / f"{number}.jsonl.gz", gz(json_lines([f"{number} {i}" for i in range(60)])))
-    recipe = a_source(tmp_path, "data", unit_bytes=300)
-    wanted = read_units(recipe)
-    monkeypatch.setattr("zephon_ray.stages.reading.MAX_STREAMS", 2)
-    tokeniser, manifest = UnitTokeniser(make_options(recipe)), manifest_of(recipe)
-    for unit in range(len(wanted[0])):
-        for number in range(6):
-            if unit < len(wanted[number]):
-                read: TokenisedUnit = tokeniser.tokenise(UnitTask(group=manifest.group(number), epoch=0, unit=unit))
-                assert read.to_arrow().equals(wanted[number][unit].to_arrow())
-    tokeniser.close()
 
 
 @pytest.mark.parametrize("scheme", ["memory", "s3"])

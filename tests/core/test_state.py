@@ -151,6 +151,15 @@ def test_moved_data_is_accepted_since_where_it_lies_is_no_part_of_the_identity(t
         assert [next(loader).digest for _ in range(3)] == digests[3:]
 
 
+def test_many_sources_and_one_lane_stay_within_the_bound(tmp_path: Path) -> None:
+    sources = {f"s{n:02}": {"weight": 1 + n / 7} for n in range(40)}
+    recipe = a_recipe(tmp_path, sources, lanes=1, global_batch_size=3)
+    with Loader(recipe) as loader:
+        for _ in range(25):
+            next(loader)
+            assert len(loader.state_dict()[STATE_KEY]) <= 2048 + 64 * len(sources)
+
+
 def test_the_state_does_not_grow_with_steps_or_with_files(tmp_path: Path) -> None:
     sizes = []
     for files in (3, 60):
@@ -186,21 +195,23 @@ def put(*path: str | int, to: Any) -> Callable[[dict[str, Any]], None]:
 
 FORGED: dict[str, Callable[[dict[str, Any]], None]] = {
     "chain of one byte": put("chain", to="00"),
-    "no source": put("sources", to=[]),
-    "a source too many": put("sources", to=lambda s: [*s, s[0]]),
+    "no source": put("sources", to=lambda s: {name: [] for name in s}),
+    "a source too many": put("sources", to=lambda s: {name: [*column, column[0]] for name, column in s.items()}),
+    "sources that are no mapping": put("sources", to=[1]),
     "unknown key": lambda body: body.update(more=1),
     "contract true": put("contract", to=True),
-    "slots without end": put("sources", 0, "slots", to=[2**61, 0, 0]),
-    "slots of no length": put("sources", 0, "slots", to=lambda s: [0, 0, 0, *s]),
-    "a unit that is not there": put("sources", 0, "slots", 2, to=5),
-    "a group that is not there": put("sources", 0, "slots", 1, to=10**6),
-    "a lane far ahead": put("sources", 0, "windows", 1, to=lambda w: w + 10**7),
-    "all lanes ahead": put("sources", 0, "windows", to=lambda w: [x + 1 for x in w]),
-    "an index that is not there": put("sources", 0, "indices", 0, to=10**9),
-    "a count too large": put("sources", 0, "counts", 0, to=2**50),
-    "counts of nothing": put("sources", 0, "counts", to=lambda c: [0] * len(c)),
-    "dealt without end": put("sources", 0, "dealt", 0, to=10**9),
-    "dealt without a least": put("sources", 0, "dealt", to=lambda d: [x + 5 for x in d]),
+    "slots without end": put("sources", "slots", 0, to=[2**61, 0, 0]),
+    "slots of no length": put("sources", "slots", 0, to=lambda s: [0, 0, 0, *s]),
+    "a unit that is not there": put("sources", "slots", 0, 2, to=5),
+    "a group that is not there": put("sources", "slots", 0, 1, to=10**6),
+    "another window": put("sources", "window", 0, to=lambda w: w + 1),
+    "a lane far ahead": put("sources", "windows", 0, 1, to=lambda w: w + 10**7),
+    "all lanes ahead": put("sources", "windows", 0, to=lambda w: [x + 1 for x in w]),
+    "an index that is not there": put("sources", "indices", 0, 0, to=10**9),
+    "a count too large": put("sources", "counts", 0, 0, to=2**50),
+    "counts of nothing": put("sources", "counts", 0, to=lambda c: [0] * len(c)),
+    "dealt without end": put("sources", "dealt", 0, 0, to=10**9),
+    "dealt without a least": put("sources", "dealt", 0, to=lambda d: [x + 5 for x in d]),
     "more used than a piece has": put("open_used", 0, to=10**7),
     "open in no source": put("open_source", 0, to=99),
     "other run, damaged fields": lambda body: body.update(fingerprint="0" * 64, fields="abcde"),

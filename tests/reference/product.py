@@ -18,7 +18,8 @@ def state_as_plain(state: dict[str, Any] | bytes, *, best_fit: bool) -> dict[str
     if isinstance(state, dict):
         (state,) = [value for value in state.values() if isinstance(value, bytes)]
     body = json.loads(state)["state"]
-    sources, used = body["sources"], body["open_used"]
+    columns, used = body["sources"], body["open_used"]
+    sources = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     lanes = range(len(used))
     plain = {
         "step": body["step"],

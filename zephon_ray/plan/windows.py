@@ -98,12 +98,23 @@ class SourceCursor:
         fits = len(position.places) == len(self._groups_of_slot) and all(
             0 <= o < n or (o, u) == (n, 0) for (o, u), n in zip(position.places, self._groups_of_slot, strict=False)
         )
+        fits = fits and self._window_fits(position)
         fits = fits and all(self._has_unit(position.epoch, slot, o, u) for slot, (o, u) in enumerate(position.places) if u)
         if not fits or (self._epochs is not None and position.epoch > self._epochs):
             raise StateError(
                 f"source {self._manifest.name!r}: the state's position {position} does not fit its {self._manifest.num_groups} groups"
                 f" in {self._width} slots. Resume with the data and recipe that the state was saved with"
             )
+
+    def _window_fits(self, position: Position) -> bool:
+        """A slot gives one unit a window, and a group has at least one; plain JSON lines have exactly one."""
+        if not self._groups_of_slot:
+            return position.window == 0
+        plain = all(shard.format == "jsonl" and shard.compression is None for shard in self._manifest.shards)
+        active = [o + u for (o, u), n in zip(position.places, self._groups_of_slot, strict=True) if o < n]
+        if plain:
+            return bool(active) and all(units == position.window for units in active)
+        return bool(active) and max(active) <= position.window
 
     def _has_unit(self, epoch: int, slot: int, ordinal: int, unit: int) -> bool:
         """False where the group is known to have fewer units."""

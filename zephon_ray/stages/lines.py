@@ -49,27 +49,38 @@ def read_range(file: pa.NativeFile, size: int, ordinal: int, unit_bytes: int, ma
 
     Args:
         file: the file, open.
-        size: its size in bytes.
+        size: its size in bytes, as the manifest has it; nothing beyond is read.
         ordinal: number of the range.
         unit_bytes: size of a range, >= 1.
         max_line: longest line that is held, in bytes.
 
     Returns:
         (the lines, number of bytes read)
+
+    Raises:
+        EOFError: the file is shorter than `size`, and a byte that it lacks is needed.
     """
     first, end = ordinal * unit_bytes, min((ordinal + 1) * unit_bytes, size)
     begin = max(first - 1, 0)
     slack = min(max(unit_bytes >> 4, LEAST_BLOCK), MOST_BLOCK)
-    head = file.read_at(end - begin + slack, begin)
-    at = begin + len(head)
+    at = begin
+
+    def read(wanted: int) -> bytes:
+        nonlocal at
+        wanted = min(wanted, size - at)
+        block = bytes(file.read_at(wanted, at)) if wanted else b""
+        at += len(block)
+        if len(block) < wanted:  # the file was cut after it was opened; to go on would make another unit of it
+            raise EOFError(f"the file has no byte {at}")
+        return block
 
     def more() -> bytes:
-        nonlocal at, slack
-        block = bytes(file.read_at(slack, at)) if at < size else b""
-        at += len(block)
+        nonlocal slack
+        block = read(slack)
         slack = min(slack * 2, MOST_BLOCK)
         return block
 
+    head = read(end - begin + slack)
     start = 0 if ordinal == 0 else head.find(b"\n", 0, max(end - 1 - begin, 0)) + 1
     if ordinal > 0 and start == 0:
         return LineBlock(data=b"", offset=first, line=None, too_long=False, last=True, size=0), at - begin

@@ -5,6 +5,7 @@ A reader belongs to one worker. What it gives depends on the task alone; what it
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,16 +21,26 @@ from zephon_ray.manifest.text_column import TextColumn, locate
 from zephon_ray.stages.columns import RowBlock, arrow_units, parquet_units, texts_of_rows, value_sizes
 from zephon_ray.stages.json_lines import texts_of_lines
 from zephon_ray.stages.lines import LineBlock, LineStream, read_range
+from zephon_ray.stages.open_files import has_room
+from zephon_ray.stages.record_batches import is_compressed
 from zephon_ray.stages.texts import BadUnitError, LeftOut, UnitTexts
 from zephon_ray.stages.unit import UnitTask
 from zephon_ray.storage import Storage
 
-MAX_STREAMS = 64
-"""Streams that a reader keeps going; beyond that the one that rested longest is closed, and decoded again from its start if needed."""
+MAX_STREAMS = 1024
+"""Streams that a reader keeps going unless it is told a number."""
 MAX_FILES = 32
 """Files without a stream, and footers, that a reader keeps."""
-STREAM_BUFFER = 1 << 20
-"""Bytes that a stream asks the store for at a time."""
+MOST_BUFFER, LEAST_BUFFER = 1 << 20, 1 << 16
+"""Bytes that a stream asks the store for at a time, and holds: as many as its share of `BUFFERS`, within these limits.
+
+Besides, a compressed stream holds pyarrow's buffers of 1.06 MiB, its decoder's window, and what was decoded beyond a unit, up to 256 KiB:
+together 1.6 MB for gzip and 2.5 MB for zstd at its usual levels. One of Parquet holds a page and up to a unit; one of a mapped record
+batch that is not compressed holds nothing, and of another the whole text column.
+"""
+BUFFERS = 64 << 20
+"""Bytes that the streams of a reader share for their buffers. Each takes its share when it is opened, so n streams, 64 < n <= 1024, that
+were opened one after the other hold at most `BUFFERS * (1 + ln(n / 64))`: 167 MiB for 320."""
 
 _CHANGED = "The shard was changed in place: restore it, or start a new run."
 
@@ -75,10 +86,12 @@ class UnitReader:
         storage: where the shards lie.
         max_bytes: longest record (a line, or a column's value).
         fail: the first bad record ends its unit.
+        max_streams: how many streams are kept going. Beyond that, and where the system allows no more open files, the one that rested
+            longest is closed; if needed it is decoded again from its start, which for streams that take turns means for every unit.
     """
 
-    def __init__(self, storage: Storage, max_bytes: int, fail: bool) -> None:
-        self._storage, self._max_bytes, self._fail = storage, max_bytes, fail
+    def __init__(self, storage: Storage, max_bytes: int, fail: bool, max_streams: int = MAX_STREAMS) -> None:
+        self._storage, self._max_bytes, self._fail, self._max_streams = storage, max_bytes, fail, max_streams
         self._streams: OrderedDict[tuple[int, int, int], _Stream] = OrderedDict()
         self._files: OrderedDict[str, pa.NativeFile] = OrderedDict()
         self._footers: OrderedDict[str, _Footer] = OrderedDict()
@@ -134,9 +147,18 @@ class UnitReader:
             stream.close()
         else:
             self._streams[key] = stream
-            if len(self._streams) > MAX_STREAMS:
-                self._streams.popitem(last=False)[1].close()
+            if len(self._streams) > self._max_streams:
+                self._close_oldest()
         return block
+
+    def _close_oldest(self) -> None:
+        """Close the stream that rested longest."""
+        self._streams.popitem(last=False)[1].close()
+
+    @property
+    def _buffer(self) -> int:
+        """Bytes that a stream which is opened now asks the store for at a time."""
+        return max(LEAST_BUFFER, min(MOST_BUFFER, BUFFERS // (len(self._streams) + 1)))
 
     def _advance(self, stream: _Stream, task: UnitTask) -> Block:
         """The unit of a stream that the task names; those before it are passed over."""
@@ -162,7 +184,7 @@ class UnitReader:
         return self._open_record_batch(group)
 
     def _open_lines(self, group: Group) -> _Stream:
-        file = self._open(group.shard, read_ahead=STREAM_BUFFER)
+        file = self._open(group.shard, read_ahead=self._buffer)
         compressed = pa.CompressedInputStream(file, "gzip" if group.shard.compression == "gz" else "zstd")
         at, stored = 0, 0
 
@@ -176,6 +198,12 @@ class UnitReader:
                     f"{group.where}: the {group.shard.compression} stream is cut or damaged after {at} decompressed bytes "
                     f"(of {group.shard.size} stored bytes, {stored} were read before): {error}. Write or copy the file again."
                 ) from error
+            if position > group.shard.size or (not data and position < group.shard.size):
+                # Cut between two members, or longer by one: no decoder would mind.
+                raise DataChangedError(
+                    f"{group.where}: {position} bytes were read when the stream {'went on' if data else 'ended'}, where the manifest has"
+                    f" {group.shard.size}. {_CHANGED}"
+                )
             at += len(data)
             self.counters.bytes_read += position - stored
             stored = position
@@ -199,7 +227,7 @@ class UnitReader:
             file,
             metadata=metadata,
             pre_buffer=whole,
-            buffer_size=0 if whole else STREAM_BUFFER,
+            buffer_size=0 if whole else self._buffer,
             page_checksum_verification=True,
         )
         self.counters.bytes_read += metadata.row_group(group.ordinal).column(column.leaf).total_compressed_size
@@ -227,17 +255,29 @@ class UnitReader:
 
     def _open_record_batch(self, group: Group) -> _Stream:
         file = self._open(group.shard, mapped=True)
-        column = locate(pa.ipc.open_file(file).schema, group.text_field, group.where)
-        options = pa.ipc.IpcReadOptions(included_fields=[column.index], use_threads=False)
-        reader = pa.ipc.open_file(file, options=options)
+        reader = pa.ipc.open_file(file, options=pa.ipc.IpcReadOptions(use_threads=False))
+        column = locate(reader.schema, group.text_field, group.where)
         if reader.num_record_batches != group.shard_groups:
             raise DataChangedError(
                 f"{group.where}: {reader.num_record_batches} record batches where the manifest has {group.shard_groups}. {_CHANGED}"
             )
+        mapped = self._storage.is_local(group.shard.url)
+        if not mapped or is_compressed(file, group.ordinal):
+            # To read one column of a batch pyarrow copies it, which is less than to fetch or decompress the others. A mapped batch
+            # that is not compressed is better taken whole: then nothing is read before its values are.
+            options = pa.ipc.IpcReadOptions(included_fields=[column.index], use_threads=False)
+            reader = pa.ipc.open_file(file, options=options)
         values = column.of(reader.get_batch(group.ordinal))
         self.counters.bytes_read += values.nbytes
         blocks = arrow_units(values, group.unit_bytes, group.ordinal)
-        return _Stream(take=lambda: next(blocks), close=file.close)
+
+        def take() -> RowBlock:
+            if mapped:
+                # A mapped page that the file has no longer would end the process with SIGBUS. Only a cut in the midst of a unit still does.
+                _check_size(group.shard, os.fstat(file.fileno()).st_size)
+            return next(blocks)
+
+        return _Stream(take=take, close=file.close)
 
     def _file(self, shard: ShardFile) -> pa.NativeFile:
         """A file that stays open for the next range."""
@@ -251,11 +291,21 @@ class UnitReader:
 
     def _open(self, shard: ShardFile, *, read_ahead: int = 0, mapped: bool = False) -> pa.NativeFile:
         file = self._storage.open_input(shard.url, read_ahead=read_ahead, mapped=mapped)
-        size = file.size()
-        if size != shard.size:
+        try:
+            _check_size(shard, file.size())
+        except DataChangedError:
             file.close()
-            raise DataChangedError(f"shard {shard.path} ({shard.url}): {size} bytes where the manifest has {shard.size}. {_CHANGED}")
+            raise
+        if self._storage.is_local(shard.url) and not has_room(file.fileno()) and self._streams:
+            self._max_streams = len(self._streams)
+            self._close_oldest()
         return file
+
+
+def _check_size(shard: ShardFile, size: int) -> None:
+    """Refuse a file of another size, in bytes, than the manifest's."""
+    if size != shard.size:
+        raise DataChangedError(f"shard {shard.path} ({shard.url}): {size} bytes where the manifest has {shard.size}. {_CHANGED}")
 
 
 def _check_row_group(metadata: pq.FileMetaData, column: TextColumn, group: Group) -> None:
@@ -277,6 +327,9 @@ def _faults(group: Group, unit: int) -> Iterator[None]:
     """Give what Arrow and the disk say the name of the shard."""
     try:
         yield
+    except EOFError as error:
+        where = f"{group.where} ({group.shard.url})"
+        raise DataChangedError(f"{where}: {error}, where the manifest has {group.shard.size} bytes. {_CHANGED}") from error
     except FileNotFoundError as error:
         raise SourceError(f"{group.where}: the file is gone ({group.shard.url}). Restore it.") from error
     except (OSError, pa.ArrowException) as error:

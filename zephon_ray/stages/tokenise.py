@@ -42,6 +42,8 @@ class Options:
         encode_special_tokens: control tokens spelled out in a text are ordinary text.
         max_document_bytes: longest record.
         on_bad_record: what a bad record does.
+        max_streams: how many compressed or cut groups an instance keeps open, >= 1; `make_options` gives as many as the recipe has slots,
+            which is as many as one worker can be given at a time.
         storage: how to reach the shards.
     """
 
@@ -53,6 +55,7 @@ class Options:
     encode_special_tokens: bool
     max_document_bytes: int
     on_bad_record: Literal["fail", "skip"]
+    max_streams: int
     storage: StorageSpec
 
 
@@ -84,6 +87,7 @@ def make_options(recipe: Recipe) -> Options:
         encode_special_tokens=plain,
         max_document_bytes=recipe.max_document_bytes,
         on_bad_record=recipe.on_bad_record,
+        max_streams=sum(recipe.window_groups_of(source) for source in range(len(recipe.sources))),
         storage=recipe.execution.storage,
     )
 
@@ -145,7 +149,9 @@ class UnitTokeniser:
         self._tokenizer.encode_special_tokens = options.encode_special_tokens
         self._head = b"" if options.bos is None else array("I", [options.bos]).tobytes()
         self._tail = b"" if options.eos is None else array("I", [options.eos]).tobytes()
-        self._reader = UnitReader(Storage(options.storage), options.max_document_bytes, options.on_bad_record == "fail")
+        self._reader = UnitReader(
+            Storage(options.storage), options.max_document_bytes, options.on_bad_record == "fail", options.max_streams
+        )
         self._units = self._text_bytes = 0
 
     @property

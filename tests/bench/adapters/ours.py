@@ -33,7 +33,7 @@ def recipe(cfg: Any) -> Recipe:
 
 
 def batches(cfg: Any) -> Iterator[np.ndarray]:
-    loader = STATE["loader"] = Loader(recipe(cfg), runner=cfg.runner, workers=getattr(cfg, "workers", 1))
+    loader = STATE["loader"] = Loader(recipe(cfg), runner=getattr(cfg, "runner", "threads"), workers=getattr(cfg, "workers", 1))
     for batch in loader:
         yield batch.inputs
 
