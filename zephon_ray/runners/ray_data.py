@@ -120,12 +120,14 @@ def _reader(job: ray.ObjectRef[Job], mailbox: Any, wave: int, task: int, tasks: 
 
 @dataclass(slots=True)
 class _Wave:
-    """One execution. `entries` were posted so far; `cut` says that there will be no more."""
+    """One execution. `entries` were posted so far; `cut` says that there will be no more, `given_up` that nothing is expected of it."""
 
     number: int
     tasks: int
+    mailbox: Any
     entries: int = 0
     cut: bool = False
+    given_up: bool = False
     met: set[int] = field(default_factory=set)
     text_bytes: int = 0
     skipped_bytes: int = 0
@@ -155,9 +157,12 @@ class _Core:
         self._closed = self._left = False
         self._pid = os.getpid()
         self._job_ref = ray.put(job)
-        mailbox: Any = ray.remote(_Mailbox)
-        self._mailbox = mailbox.options(num_cpus=0, max_concurrency=10_000, scheduling_strategy=cluster.here()).remote()
+        self._mailboxes = [self._new_mailbox()]
         self._supervisor = threading.Thread(target=self._supervise, name="zephon-ray-supervisor", daemon=True)
+
+    def _new_mailbox(self) -> Any:
+        mailbox: Any = ray.remote(_Mailbox)
+        return mailbox.options(num_cpus=0, max_concurrency=10_000, scheduling_strategy=self._cluster.here()).remote()
 
     def start(self) -> None:
         with self._lock:
@@ -224,7 +229,7 @@ class _Core:
 
     def _launch(self, tasks: int) -> None:
         number = self._waves[-1].number + 1 if self._waves else 0
-        wave = _Wave(number=number, tasks=tasks)
+        wave = _Wave(number=number, tasks=tasks, mailbox=self._mailboxes[-1])
         self._waves.append(wave)
         wave.thread = threading.Thread(target=self._pump, args=(wave,), name=f"zephon-ray-wave-{number}", daemon=True)
         wave.thread.start()
@@ -247,7 +252,7 @@ class _Core:
                     wave.met.add(front.source)
                     starts[front.source] = at
         if grants:
-            self._mailbox.post.remote(wave.number, wave.entries, Entry(starts=starts, grants=tuple(grants)))
+            wave.mailbox.post.remote(wave.number, wave.entries, Entry(starts=starts, grants=tuple(grants)))
             wave.entries += 1
             self._progress = time.monotonic()
 
@@ -256,7 +261,7 @@ class _Core:
         wave = self._current
         if wave is not None:
             wave.cut = True
-            self._mailbox.end.remote(wave.number, wave.entries)
+            wave.mailbox.end.remote(wave.number, wave.entries)
             self._draining |= {f.source for f in self._fronts if f.waiting}
         self._launch(tasks)
 
@@ -271,14 +276,15 @@ class _Core:
             self._changed.notify_all()
             return
         _log.warning("the Ray execution is opened again where it stopped: %s", why)
+        self._progress = time.monotonic()
+        self._mailboxes[-1].close.remote()
         for wave in self._waves:
-            wave.cut = True
-            self._mailbox.end.remote(wave.number, 0)
+            wave.cut = wave.given_up = True
             _shut_down(wave)
+        self._mailboxes.append(self._new_mailbox())  # the one before may be what died
         for front in self._fronts:
             front.grant_again()
         self._draining.clear()
-        self._progress = time.monotonic()
         self._launch(self._wanted_tasks(busy=True))
 
     def _supervise(self) -> None:
@@ -319,7 +325,10 @@ class _Core:
     def _pump(self, wave: _Wave) -> None:
         try:
             dataset = self._dataset(wave)
-            wave.executor = dataset._create_executor()
+            with self._lock:
+                wave.executor = dataset._create_executor()
+                if wave.given_up:
+                    return
             for bundle in dataset._build_bundle_iterator(wave.executor):
                 for ref in bundle.block_refs:
                     table: Any = ray.get(cast(Any, ref))
@@ -337,7 +346,7 @@ class _Core:
         context.enable_progress_bars = False
         with _CONTEXT, DataContext.current(context):
             dataset: ray.data.Dataset = ray.data.read_datasource(
-                _Slots(self._job_ref, self._mailbox, wave.number, wave.tasks),
+                _Slots(self._job_ref, wave.mailbox, wave.number, wave.tasks),
                 override_num_blocks=wave.tasks,
                 num_cpus=self._workers.num_cpus,
                 resources=dict(self._workers.resources) or None,
@@ -380,7 +389,7 @@ class _Core:
             self._closed = True
             self._results.clear()
             self._changed.notify_all()
-        self._mailbox.close.remote()
+        self._mailboxes[-1].close.remote()
 
     def close(self) -> None:
         """End everything, and wait for it."""
@@ -400,7 +409,8 @@ class _Core:
                 if wave.thread.is_alive():
                     _shut_down(wave)
                     wave.thread.join(CLOSE_S)
-        ray.kill(self._mailbox)
+        for mailbox in self._mailboxes:
+            ray.kill(mailbox)
         self._cluster.leave()
 
 
