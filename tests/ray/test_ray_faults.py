@@ -1,0 +1,189 @@
+"""Processes are killed and stopped under the Ray runner, and the stream stays the contract's."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.core.runner_suite import begin, job_of, lines
+from zephon_ray.errors import RunnerError
+from zephon_ray.recipe import Recipe, WorkersSpec
+from zephon_ray.runners.base import Job
+from zephon_ray.runners.ray_data import RayRunner
+from zephon_ray.stream import Stream
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(120)]
+
+STEPS = 60
+STALL_S = 3.0
+FILES, UNITS = 16, 50
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """16 files of 50 small units, in as many slots: 50 windows."""
+    per_unit = len(lines([0]))
+    files = {f"s/{i:02}.jsonl": b"".join(_line(i * UNITS + n, per_unit) for n in range(UNITS)) for i in range(FILES)}
+    source = {"name": "s", "uri": "s", "epochs": 1, "window_groups": FILES}
+    execution = {"runner": "ray", "prefetch_steps": 1, "stall_seconds": STALL_S}
+    made = job_of(
+        tmp_path_factory.mktemp("faults"), files, [source], unit_bytes=per_unit, lanes=2, global_batch_size=4, execution=execution
+    )
+    assert made.manifests[0].num_groups == FILES
+    return made
+
+
+def _line(number: int, size: int) -> bytes:
+    """A record of exactly `size` bytes."""
+    line = lines([number], 11)
+    return line[:-1] + b" " * (size - len(line)) + b"\n"
+
+
+@pytest.fixture(scope="module")
+def chains(job: Job) -> list[bytes]:
+    """Of an undisturbed run without Ray, step by step."""
+    stream = Stream(job.recipe, runner="inline")
+    found = []
+    while (batch := stream.next_batch()) is not None:
+        found.append(batch.chain)
+    stream.close()
+    assert len(found) >= STEPS
+    return found
+
+
+def processes(part: str) -> list[psutil.Process]:
+    """Processes of this test's cluster whose command line has `part`."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if any(part in word for word in process.cmdline()):
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def workers() -> list[psutil.Process]:
+    return processes("ReadZephonUnits")
+
+
+def send(victims: Sequence[psutil.Process], number: int) -> int:
+    sent = 0
+    for process in victims:
+        try:
+            process.send_signal(number)
+            sent += 1
+        except psutil.NoSuchProcess:
+            continue
+    return sent
+
+
+def run_through(recipe: Recipe, chains: list[bytes], at: int, fault: Callable[[], Any]) -> float:
+    """Take every step, with a fault before step `at`; seconds from the fault to the end of the stream."""
+    stream = Stream(recipe, runner="ray", workers=2)
+    began = 0.0
+    try:
+        for step, chain in enumerate(chains, 1):
+            if step == at:
+                fault()
+                began = time.monotonic()
+            batch = stream.next_batch()
+            assert batch is not None
+            assert batch.chain == chain, f"step {step}, after a fault before step {at}"
+        assert stream.next_batch() is None
+        return time.monotonic() - began
+    finally:
+        stream.close()
+
+
+def kill_one(pick: random.Random) -> None:
+    assert send([pick.choice(workers())], signal.SIGKILL) == 1
+
+
+def kill_all() -> None:
+    assert send(workers(), signal.SIGKILL) >= 1
+
+
+def kill_mailbox() -> None:
+    mailboxes = processes("_Mailbox")
+    assert len(mailboxes) == 1
+    assert send(mailboxes, signal.SIGKILL) == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_worker_killed_at_any_step_changes_nothing(seed: int, job: Job, chains: list[bytes]) -> None:
+    pick = random.Random(seed)
+    assert run_through(job.recipe, chains, pick.randint(2, STEPS), lambda: kill_one(pick)) < 10
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_all_workers_killed_change_nothing(seed: int, job: Job, chains: list[bytes]) -> None:
+    assert run_through(job.recipe, chains, random.Random(seed).randint(2, STEPS), kill_all) < 20
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_mailbox_killed_changes_nothing(seed: int, job: Job, chains: list[bytes]) -> None:
+    assert run_through(job.recipe, chains, random.Random(seed).randint(2, STEPS), kill_mailbox) < 20
+
+
+def test_a_stalled_execution_is_given_up_and_opened_again(job: Job, chains: list[bytes]) -> None:
+    """Its workers stay stopped: they must be replaced, not waited for."""
+    stopped: list[psutil.Process] = []
+
+    def stop_all() -> None:
+        stopped.extend(workers())
+        assert send(stopped, signal.SIGSTOP) >= 1
+
+    try:
+        assert run_through(job.recipe, chains, 5, stop_all) < STALL_S + 15
+    finally:
+        send(stopped, signal.SIGCONT)
+
+
+def test_capacity_that_stays_gone_is_one_clear_error(job: Job) -> None:
+    with RayRunner(WorkersSpec(min=1, max=2, num_cpus=64), stall_s=STALL_S) as runner:
+        runner.start(job, begin(job))
+        runner.allow(0, 2)
+        began = time.monotonic()
+        with pytest.raises(RunnerError) as caught:
+            runner.take(60)
+        took = time.monotonic() - began
+    text = str(caught.value)
+    assert "source 's', shard " in text
+    assert "room for 0 workers" in text
+    assert "64" in text
+    assert took < 3 * STALL_S + 2
+
+
+def test_the_first_batch_needs_at_most_three_windows(job: Job) -> None:
+    stream = Stream(job.recipe, runner="ray", workers=2)
+    try:
+        assert stream.next_batch() is not None
+        assert stream.stats().units <= 3 * FILES
+    finally:
+        stream.close()
+
+
+def test_a_consumer_that_does_not_take_bounds_what_is_made(job: Job) -> None:
+    with RayRunner(WorkersSpec(min=1, max=2), stall_s=STALL_S) as runner:
+        runner.start(job, begin(job))
+        for allowed, taken in ((3, 5), (7, 100), (20, 200)):
+            runner.allow(0, allowed)
+            for _ in range(taken - (runner_taken := getattr(runner, "_test_taken", 0))):
+                runner.take(30)
+            del runner_taken
+            setattr(runner, "_test_taken", taken)
+            end = time.monotonic() + 2 * STALL_S / 3
+            while time.monotonic() < end:
+                assert runner.stats().units <= allowed * FILES
+                time.sleep(0.05)
+            assert runner.stats().units == allowed * FILES
+        assert runner.stats().retries == 0
