@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
+import gzip
+import json
 import random
 import signal
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.core.runner_suite import begin, job_of, lines
+from tests.core.runner_suite import ALL, begin, job_of, walk
 from zephon_ray.errors import RunnerError
 from zephon_ray.recipe import Recipe, WorkersSpec
 from zephon_ray.runners.base import Job
@@ -27,24 +27,22 @@ STALL_S = 3.0
 FILES, UNITS = 16, 50
 
 
+def _line(number: int) -> bytes:
+    """Records of one size."""
+    return json.dumps({"text": " ".join(f"w{(number * 7919 + i * i) % 900 + 100}" for i in range(12))}).encode() + b"\n"
+
+
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """16 files of 50 small units, in as many slots: 50 windows."""
-    per_unit = len(lines([0]))
-    files = {f"s/{i:02}.jsonl": b"".join(_line(i * UNITS + n, per_unit) for n in range(UNITS)) for i in range(FILES)}
+    """16 streams of 50 small units each, in as many slots: 50 windows."""
+    files = {f"s/{i:02}.jsonl.gz": gzip.compress(b"".join(map(_line, range(i * 200, i * 200 + 2 * UNITS))), mtime=0) for i in range(FILES)}
     source = {"name": "s", "uri": "s", "epochs": 1, "window_groups": FILES}
     execution = {"runner": "ray", "prefetch_steps": 1, "stall_seconds": STALL_S}
-    made = job_of(
-        tmp_path_factory.mktemp("faults"), files, [source], unit_bytes=per_unit, lanes=2, global_batch_size=4, execution=execution
-    )
-    assert made.manifests[0].num_groups == FILES
+    folder = tmp_path_factory.mktemp("faults")
+    made = job_of(folder, files, [source], unit_bytes=2 * len(_line(0)), lanes=2, global_batch_size=4, execution=execution)
+    windows = walk(made, 0, ALL)[0]
+    assert (made.manifests[0].num_groups, len(windows)) == (FILES, UNITS), [len(u) for _, u in windows][-3:]
     return made
-
-
-def _line(number: int, size: int) -> bytes:
-    """A record of exactly `size` bytes."""
-    line = lines([number], 11)
-    return line[:-1] + b" " * (size - len(line)) + b"\n"
 
 
 @pytest.fixture(scope="module")
@@ -175,15 +173,15 @@ def test_the_first_batch_needs_at_most_three_windows(job: Job) -> None:
 def test_a_consumer_that_does_not_take_bounds_what_is_made(job: Job) -> None:
     with RayRunner(WorkersSpec(min=1, max=2), stall_s=STALL_S) as runner:
         runner.start(job, begin(job))
-        for allowed, taken in ((3, 5), (7, 100), (20, 200)):
+        taken = 0
+        for allowed, until in ((3, 5), (7, 100), (20, 200)):
             runner.allow(0, allowed)
-            for _ in range(taken - (runner_taken := getattr(runner, "_test_taken", 0))):
+            while taken < until:
                 runner.take(30)
-            del runner_taken
-            setattr(runner, "_test_taken", taken)
-            end = time.monotonic() + 2 * STALL_S / 3
+                taken += 1
+            end = time.monotonic() + STALL_S / 2
             while time.monotonic() < end:
                 assert runner.stats().units <= allowed * FILES
-                time.sleep(0.05)
+                time.sleep(0.05)  # a look now and then; nothing waits for it
             assert runner.stats().units == allowed * FILES
         assert runner.stats().retries == 0
