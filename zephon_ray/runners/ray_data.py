@@ -46,7 +46,11 @@ TICK_S = 0.5
 IDLE_S = 5.0
 HUNGRY_S = 1.0
 CLOSE_S = 10.0
+START_S = 10.0
 _LIVES = 3
+_NAME = "ZephonUnits"
+_TITLE = f"Read{_NAME}"
+"""Ray gives it to processes while they run a task of ours."""
 
 _log = logging.getLogger(__name__)
 _CONTEXT = threading.Lock()
@@ -62,7 +66,12 @@ class _Mailbox:
         self._entries: dict[tuple[int, int], Entry] = {}
         self._ends: dict[int, int] = {}
         self._closed = False
+        self._callers: set[tuple[str, int]] = set()
         self._changed = asyncio.Condition()
+
+    async def callers(self) -> set[tuple[str, int]]:
+        """(node, process) of everyone who asked for an entry."""
+        return self._callers
 
     async def post(self, wave: int, number: int, entry: Entry) -> None:
         async with self._changed:
@@ -81,9 +90,10 @@ class _Mailbox:
             self._closed = True
             self._changed.notify_all()
 
-    async def entry(self, wave: int, number: int) -> Entry | None:
+    async def entry(self, wave: int, number: int, caller: tuple[str, int]) -> Entry | None:
         """Wait for an entry; None behind the wave's last."""
         key = (wave, number)
+        self._callers.add(caller)
         async with self._changed:
             await self._changed.wait_for(lambda: self._closed or key in self._entries or number >= self._ends.get(wave, number + 1))
             return None if self._closed else self._entries.get(key)
@@ -96,7 +106,7 @@ class _Slots(Datasource):
         self._read = [_reader(job, mailbox, wave, task, tasks) for task in range(tasks)]
 
     def get_name(self) -> str:
-        return "ZephonUnits"
+        return _NAME
 
     def estimate_inmemory_data_size(self) -> int | None:
         return None
@@ -113,7 +123,8 @@ def _reader(job: ray.ObjectRef[Job], mailbox: Any, wave: int, task: int, tasks: 
         if tokeniser is None:
             _TOKENISERS.clear()
             tokeniser = _TOKENISERS[job.hex()] = UnitTokeniser(made.options)
-        yield from blocks(made, tokeniser, task, tasks, lambda number: ray.get(mailbox.entry.remote(wave, number)))
+        caller = ray.get_runtime_context().get_node_id(), os.getpid()
+        yield from blocks(made, tokeniser, task, tasks, lambda number: ray.get(mailbox.entry.remote(wave, number, caller)))
 
     return read
 
@@ -128,6 +139,7 @@ class _Wave:
     entries: int = 0
     cut: bool = False
     given_up: bool = False
+    delivered: bool = False
     met: set[int] = field(default_factory=set)
     text_bytes: int = 0
     skipped_bytes: int = 0
@@ -277,10 +289,12 @@ class _Core:
             return
         _log.warning("the Ray execution is opened again where it stopped: %s", why)
         self._progress = time.monotonic()
-        self._mailboxes[-1].close.remote()
+        mailbox = self._mailboxes[-1]
+        mailbox.close.remote()
         for wave in self._waves:
             wave.cut = wave.given_up = True
             _shut_down(wave)
+        self._cluster.reap(mailbox.callers.remote(), _TITLE)
         self._mailboxes.append(self._new_mailbox())  # the one before may be what died
         for front in self._fronts:
             front.grant_again()
@@ -303,12 +317,17 @@ class _Core:
                     self._error = RunnerError(f"the Ray cluster cannot be used any more: {error}")
                     self._changed.notify_all()
 
+    def _patience_s(self) -> float:
+        """How long no unit may come. Processes that start take seconds, where there is room for any."""
+        fresh = self._current is not None and not self._current.delivered
+        return max(self._stall_s, START_S) if fresh and self._cluster.slots(self._workers) else self._stall_s
+
     def _look_after(self, now: float, waiting: bool, *, idle: bool) -> None:
         self._waves = [w for w in self._waves if not (w.ended and w.cut)]
         broken = next((w for w in self._waves if w.ended), None)
         if broken is not None and _is_ours(broken.error):
             raise broken.error or RunnerError("a wave ended early")
-        if broken is not None or (waiting and now - self._progress > self._stall_s):
+        if broken is not None or (waiting and now - self._progress > self._patience_s()):
             self._reopen(str(broken.error or "it ended early") if broken is not None else f"no unit came for {self._stall_s:g} s")
             return
         wave = self._current
@@ -356,6 +375,7 @@ class _Core:
 
     def _deliver(self, wave: _Wave, table: pa.Table) -> None:
         with self._changed:
+            wave.delivered = True
             for made in units_of(table):
                 unit = made.unit
                 good = isinstance(unit, TokenisedUnit) and unit.error is None
