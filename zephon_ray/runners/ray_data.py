@@ -46,7 +46,11 @@ TICK_S = 0.5
 IDLE_S = 5.0
 HUNGRY_S = 1.0
 CLOSE_S = 10.0
+START_S = 10.0
 _LIVES = 3
+_NAME = "ZephonUnits"
+_TITLE = f"Read{_NAME}"
+"""Ray gives it to processes while they run a task of ours."""
 
 _log = logging.getLogger(__name__)
 _CONTEXT = threading.Lock()
@@ -62,7 +66,12 @@ class _Mailbox:
         self._entries: dict[tuple[int, int], Entry] = {}
         self._ends: dict[int, int] = {}
         self._closed = False
+        self._callers: set[tuple[str, int]] = set()
         self._changed = asyncio.Condition()
+
+    async def callers(self) -> set[tuple[str, int]]:
+        """(node, process) of everyone who asked for an entry."""
+        return self._callers
 
     async def post(self, wave: int, number: int, entry: Entry) -> None:
         async with self._changed:
@@ -81,9 +90,10 @@ class _Mailbox:
             self._closed = True
             self._changed.notify_all()
 
-    async def entry(self, wave: int, number: int) -> Entry | None:
+    async def entry(self, wave: int, number: int, caller: tuple[str, int]) -> Entry | None:
         """Wait for an entry; None behind the wave's last."""
         key = (wave, number)
+        self._callers.add(caller)
         async with self._changed:
             await self._changed.wait_for(lambda: self._closed or key in self._entries or number >= self._ends.get(wave, number + 1))
             return None if self._closed else self._entries.get(key)
@@ -96,7 +106,7 @@ class _Slots(Datasource):
         self._read = [_reader(job, mailbox, wave, task, tasks) for task in range(tasks)]
 
     def get_name(self) -> str:
-        return "ZephonUnits"
+        return _NAME
 
     def estimate_inmemory_data_size(self) -> int | None:
         return None
@@ -113,19 +123,23 @@ def _reader(job: ray.ObjectRef[Job], mailbox: Any, wave: int, task: int, tasks: 
         if tokeniser is None:
             _TOKENISERS.clear()
             tokeniser = _TOKENISERS[job.hex()] = UnitTokeniser(made.options)
-        yield from blocks(made, tokeniser, task, tasks, lambda number: ray.get(mailbox.entry.remote(wave, number)))
+        caller = ray.get_runtime_context().get_node_id(), os.getpid()
+        yield from blocks(made, tokeniser, task, tasks, lambda number: ray.get(mailbox.entry.remote(wave, number, caller)))
 
     return read
 
 
 @dataclass(slots=True)
 class _Wave:
-    """One execution. `entries` were posted so far; `cut` says that there will be no more."""
+    """One execution. `entries` were posted so far; `cut` says that there will be no more, `given_up` that nothing is expected of it."""
 
     number: int
     tasks: int
+    mailbox: Any
     entries: int = 0
     cut: bool = False
+    given_up: bool = False
+    delivered: bool = False
     met: set[int] = field(default_factory=set)
     text_bytes: int = 0
     skipped_bytes: int = 0
@@ -155,9 +169,12 @@ class _Core:
         self._closed = self._left = False
         self._pid = os.getpid()
         self._job_ref = ray.put(job)
-        mailbox: Any = ray.remote(_Mailbox)
-        self._mailbox = mailbox.options(num_cpus=0, max_concurrency=10_000, scheduling_strategy=cluster.here()).remote()
+        self._mailboxes = [self._new_mailbox()]
         self._supervisor = threading.Thread(target=self._supervise, name="zephon-ray-supervisor", daemon=True)
+
+    def _new_mailbox(self) -> Any:
+        mailbox: Any = ray.remote(_Mailbox)
+        return mailbox.options(num_cpus=0, max_concurrency=10_000, scheduling_strategy=self._cluster.here()).remote()
 
     def start(self) -> None:
         with self._lock:
@@ -224,7 +241,7 @@ class _Core:
 
     def _launch(self, tasks: int) -> None:
         number = self._waves[-1].number + 1 if self._waves else 0
-        wave = _Wave(number=number, tasks=tasks)
+        wave = _Wave(number=number, tasks=tasks, mailbox=self._mailboxes[-1])
         self._waves.append(wave)
         wave.thread = threading.Thread(target=self._pump, args=(wave,), name=f"zephon-ray-wave-{number}", daemon=True)
         wave.thread.start()
@@ -247,7 +264,7 @@ class _Core:
                     wave.met.add(front.source)
                     starts[front.source] = at
         if grants:
-            self._mailbox.post.remote(wave.number, wave.entries, Entry(starts=starts, grants=tuple(grants)))
+            wave.mailbox.post.remote(wave.number, wave.entries, Entry(starts=starts, grants=tuple(grants)))
             wave.entries += 1
             self._progress = time.monotonic()
 
@@ -256,7 +273,7 @@ class _Core:
         wave = self._current
         if wave is not None:
             wave.cut = True
-            self._mailbox.end.remote(wave.number, wave.entries)
+            wave.mailbox.end.remote(wave.number, wave.entries)
             self._draining |= {f.source for f in self._fronts if f.waiting}
         self._launch(tasks)
 
@@ -271,14 +288,17 @@ class _Core:
             self._changed.notify_all()
             return
         _log.warning("the Ray execution is opened again where it stopped: %s", why)
+        self._progress = time.monotonic()
+        mailbox = self._mailboxes[-1]
+        mailbox.close.remote()
         for wave in self._waves:
-            wave.cut = True
-            self._mailbox.end.remote(wave.number, 0)
+            wave.cut = wave.given_up = True
             _shut_down(wave)
+        self._cluster.reap(mailbox.callers.remote(), _TITLE)
+        self._mailboxes.append(self._new_mailbox())  # the one before may be what died
         for front in self._fronts:
             front.grant_again()
         self._draining.clear()
-        self._progress = time.monotonic()
         self._launch(self._wanted_tasks(busy=True))
 
     def _supervise(self) -> None:
@@ -297,12 +317,17 @@ class _Core:
                     self._error = RunnerError(f"the Ray cluster cannot be used any more: {error}")
                     self._changed.notify_all()
 
+    def _patience_s(self) -> float:
+        """How long no unit may come. Processes that start take seconds, where there is room for any."""
+        fresh = self._current is not None and not self._current.delivered
+        return max(self._stall_s, START_S) if fresh and self._cluster.slots(self._workers) else self._stall_s
+
     def _look_after(self, now: float, waiting: bool, *, idle: bool) -> None:
         self._waves = [w for w in self._waves if not (w.ended and w.cut)]
         broken = next((w for w in self._waves if w.ended), None)
         if broken is not None and _is_ours(broken.error):
             raise broken.error or RunnerError("a wave ended early")
-        if broken is not None or (waiting and now - self._progress > self._stall_s):
+        if broken is not None or (waiting and now - self._progress > self._patience_s()):
             self._reopen(str(broken.error or "it ended early") if broken is not None else f"no unit came for {self._stall_s:g} s")
             return
         wave = self._current
@@ -319,7 +344,10 @@ class _Core:
     def _pump(self, wave: _Wave) -> None:
         try:
             dataset = self._dataset(wave)
-            wave.executor = dataset._create_executor()
+            with self._lock:
+                wave.executor = dataset._create_executor()
+                if wave.given_up:
+                    return
             for bundle in dataset._build_bundle_iterator(wave.executor):
                 for ref in bundle.block_refs:
                     table: Any = ray.get(cast(Any, ref))
@@ -337,7 +365,7 @@ class _Core:
         context.enable_progress_bars = False
         with _CONTEXT, DataContext.current(context):
             dataset: ray.data.Dataset = ray.data.read_datasource(
-                _Slots(self._job_ref, self._mailbox, wave.number, wave.tasks),
+                _Slots(self._job_ref, wave.mailbox, wave.number, wave.tasks),
                 override_num_blocks=wave.tasks,
                 num_cpus=self._workers.num_cpus,
                 resources=dict(self._workers.resources) or None,
@@ -347,6 +375,7 @@ class _Core:
 
     def _deliver(self, wave: _Wave, table: pa.Table) -> None:
         with self._changed:
+            wave.delivered = True
             for made in units_of(table):
                 unit = made.unit
                 good = isinstance(unit, TokenisedUnit) and unit.error is None
@@ -380,7 +409,7 @@ class _Core:
             self._closed = True
             self._results.clear()
             self._changed.notify_all()
-        self._mailbox.close.remote()
+        self._mailboxes[-1].close.remote()
 
     def close(self) -> None:
         """End everything, and wait for it."""
@@ -400,7 +429,8 @@ class _Core:
                 if wave.thread.is_alive():
                     _shut_down(wave)
                     wave.thread.join(CLOSE_S)
-        ray.kill(self._mailbox)
+        for mailbox in self._mailboxes:
+            ray.kill(mailbox)
         self._cluster.leave()
 
 

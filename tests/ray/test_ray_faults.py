@@ -1,0 +1,187 @@
+"""Processes are killed and stopped under the Ray runner, and the stream stays the contract's."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.core.runner_suite import ALL, begin, eventually, job_of, walk
+from zephon_ray.errors import RunnerError
+from zephon_ray.recipe import Recipe, WorkersSpec
+from zephon_ray.runners.base import Job
+from zephon_ray.runners.ray_data import RayRunner
+from zephon_ray.stream import Stream
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(60)]
+
+STEPS, STEPS_AFTER = 20, 30
+"""A fault is before one of the first; and more are taken after it than the lead of workers is worth."""
+STALL_S = 3.0
+FILES, UNITS = 16, 50
+
+
+def _line(number: int) -> bytes:
+    """Records of one size."""
+    return json.dumps({"text": " ".join(f"w{(number * 7919 + i * i) % 900 + 100}" for i in range(12))}).encode() + b"\n"
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """16 streams of 50 small units each, in as many slots: 50 windows."""
+    files = {f"s/{i:02}.jsonl.gz": gzip.compress(b"".join(map(_line, range(i * 200, i * 200 + 2 * UNITS))), mtime=0) for i in range(FILES)}
+    source = {"name": "s", "uri": "s", "epochs": 1, "window_groups": FILES}
+    execution = {"runner": "ray", "prefetch_steps": 1, "stall_seconds": 30}
+    folder = tmp_path_factory.mktemp("faults")
+    made = job_of(folder, files, [source], unit_bytes=2 * len(_line(0)), lanes=2, global_batch_size=4, execution=execution)
+    windows = walk(made, 0, ALL)[0]
+    assert (made.manifests[0].num_groups, len(windows)) == (FILES, UNITS), [len(u) for _, u in windows][-3:]
+    return made
+
+
+@pytest.fixture(scope="module")
+def chains(job: Job) -> list[bytes]:
+    """Of an undisturbed run without Ray, step by step."""
+    stream = Stream(job.recipe, runner="inline")
+    found = []
+    while (batch := stream.next_batch()) is not None:
+        found.append(batch.chain)
+    stream.close()
+    assert len(found) >= STEPS + STEPS_AFTER
+    return found
+
+
+def processes(part: str) -> list[psutil.Process]:
+    """Processes of this test's cluster whose command line has `part`."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if any(part in word for word in process.cmdline()):
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def workers() -> list[psutil.Process]:
+    return processes("ReadZephonUnits")
+
+
+def send(victims: Sequence[psutil.Process], number: int) -> int:
+    sent = 0
+    for process in victims:
+        try:
+            process.send_signal(number)
+            sent += 1
+        except psutil.NoSuchProcess:
+            continue
+    return sent
+
+
+def run_through(recipe: Recipe, chains: list[bytes], at: int, fault: Callable[[], Any]) -> float:
+    """Take steps, with a fault before step `at`, until all that was made before it must be used; seconds from the fault on."""
+    stream = Stream(recipe, runner="ray", workers=2)
+    began = 0.0
+    try:
+        for step, chain in enumerate(chains[: at + STEPS_AFTER], 1):
+            if step == at:
+                fault()
+                began = time.monotonic()
+            batch = stream.next_batch()
+            assert batch is not None
+            assert batch.chain == chain, f"step {step}, after a fault before step {at}"
+        return time.monotonic() - began
+    finally:
+        stream.close()
+
+
+def kill_one(pick: random.Random) -> None:
+    assert send([pick.choice(workers())], signal.SIGKILL) == 1
+
+
+def kill_all() -> None:
+    assert send(workers(), signal.SIGKILL) >= 1
+
+
+def kill_mailbox() -> None:
+    mailboxes = processes("_Mailbox")
+    assert len(mailboxes) == 1
+    assert send(mailboxes, signal.SIGKILL) == 1
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_one_worker_killed_at_any_step_changes_nothing(seed: int, job: Job, chains: list[bytes]) -> None:
+    pick = random.Random(seed)
+    assert run_through(job.recipe, chains, pick.randint(2, STEPS), lambda: kill_one(pick)) < 10
+
+
+def test_all_workers_killed_change_nothing(job: Job, chains: list[bytes]) -> None:
+    assert run_through(job.recipe, chains, random.Random(5).randint(2, STEPS), kill_all) < 20
+
+
+def test_the_mailbox_killed_changes_nothing(job: Job, chains: list[bytes]) -> None:
+    assert run_through(job.recipe, chains, random.Random(6).randint(2, STEPS), kill_mailbox) < 20
+
+
+def test_a_stalled_execution_is_given_up_and_opened_again(job: Job, chains: list[bytes]) -> None:
+    """Its workers stay stopped: they must be replaced, not waited for."""
+    stopped: list[psutil.Process] = []
+
+    def stop_all() -> None:
+        stopped.extend(workers())
+        assert send(stopped, signal.SIGSTOP) >= 1
+
+    execution = job.recipe.execution.model_copy(update={"stall_seconds": STALL_S})
+    recipe = job.recipe.model_copy(update={"execution": execution})
+    try:
+        assert run_through(recipe, chains, 5, stop_all) < STALL_S + 15
+    finally:
+        send(stopped, signal.SIGCONT)
+
+
+def test_capacity_that_stays_gone_is_one_clear_error(job: Job) -> None:
+    with RayRunner(WorkersSpec(min=1, max=2, num_cpus=64), stall_s=STALL_S) as runner:
+        runner.start(job, begin(job))
+        runner.allow(0, 2)
+        began = time.monotonic()
+        with pytest.raises(RunnerError) as caught:
+            runner.take(60)
+        took = time.monotonic() - began
+    text = str(caught.value)
+    assert "source 's', shard " in text
+    assert "room for 0 workers" in text
+    assert "64" in text
+    assert took < 3 * STALL_S + 2
+
+
+def test_the_first_batch_needs_at_most_three_windows(job: Job) -> None:
+    stream = Stream(job.recipe, runner="ray", workers=2)
+    try:
+        assert stream.next_batch() is not None
+        assert stream.stats().units <= 3 * FILES
+    finally:
+        stream.close()
+
+
+def test_a_consumer_that_does_not_take_bounds_what_is_made(job: Job) -> None:
+    with RayRunner(WorkersSpec(min=1, max=2), stall_s=STALL_S) as runner:
+        runner.start(job, begin(job))
+        taken = 0
+        for allowed, until in ((3, 5), (7, 100)):
+            runner.allow(0, allowed)
+            while taken < until:
+                runner.take(30)
+                taken += 1
+            end = time.monotonic() + STALL_S / 2
+            while time.monotonic() < end:
+                assert runner.stats().units <= allowed * FILES
+                time.sleep(0.05)  # a look now and then; nothing waits for it
+            eventually(lambda made=allowed * FILES: runner.stats().units == made, "all that is allowed is made")
+        assert runner.stats().retries == 0
