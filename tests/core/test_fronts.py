@@ -49,14 +49,14 @@ class _Workers:
             starts = front.starts()
             slots = [range(task, len(starts), self._tasks) for task in range(self._tasks)]
             self._walks = [SlotWalk(self._job.recipe, self._job.manifests[0], s, grant.epoch, starts) for s in slots]
-        for walk, made in zip(self._walks, self.made, strict=True):
-            walk.go_to(grant.epoch)
-            while (found := walk.next(grant.end)) is not None:
+        for of_task, made in zip(self._walks, self.made, strict=True):
+            of_task.go_to(grant.epoch)
+            while (found := of_task.next(grant.end)) is not None:
                 window, task = found
                 assert window < grant.end
                 assert window == windows[task.key]
                 last = self._lasts[task.key]
-                walk.made(last)
+                of_task.made(last)
                 made.append((task.epoch, task.group.group, task.unit, last))
 
 

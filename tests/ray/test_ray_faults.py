@@ -20,7 +20,7 @@ from zephon_ray.runners.base import Job
 from zephon_ray.runners.ray_data import RayRunner
 from zephon_ray.stream import Stream
 
-pytestmark = [pytest.mark.fault, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.fault, pytest.mark.long, pytest.mark.timeout(60)]  # with limits of time: not beside other tests
 
 STEPS, STEPS_AFTER = 20, 30
 """A fault is before one of the first; and more are taken after it than the lead of workers is worth."""

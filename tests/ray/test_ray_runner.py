@@ -10,6 +10,7 @@ from contextlib import closing, contextmanager
 
 import psutil
 import pytest
+import ray
 from ray.util.state import list_actors
 
 pytest.register_assert_rewrite("tests.core.runner_suite")
@@ -50,7 +51,9 @@ class TestRay(RunnerSuite):
     def holdings(self) -> tuple[set[str], list[int], int]:
         """Our threads and actors; the cluster's processes come and go as it likes."""
         threads = {thread.name for thread in threading.enumerate() if thread.name.startswith("zephon")}
-        return threads, [len(list_actors(filters=[("class_name", "=", "_Mailbox"), ("state", "!=", "DEAD")]))], 0
+        head = ray.get_runtime_context().gcs_address
+        ours = list_actors(address=head, filters=[("class_name", "=", "_Mailbox"), ("state", "!=", "DEAD")])
+        return threads, [len(ours)], 0
 
     @contextmanager
     def hold(self, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
