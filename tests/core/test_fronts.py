@@ -47,16 +47,16 @@ class _Workers:
     def grant(self, front: SourceFront, grant: Grant, windows: dict[UnitKey, int]) -> None:
         if not self._walks:
             starts = front.starts()
-            slots = [range(task, len(starts), self._tasks) for task in range(self._tasks)]
-            self._walks = [SlotWalk(self._job.recipe, self._job.manifests[0], s, grant.epoch, starts) for s in slots]
-        for of_task, made in zip(self._walks, self.made, strict=True):
-            of_task.go_to(grant.epoch)
-            while (found := of_task.next(grant.end)) is not None:
+            shares = [range(task, len(starts), self._tasks) for task in range(self._tasks)]
+            self._walks = [SlotWalk(self._job.recipe, self._job.manifests[0], share, grant.epoch, starts) for share in shares]
+        for slots, made in zip(self._walks, self.made, strict=True):
+            slots.go_to(grant.epoch)
+            while (found := slots.next(grant.end)) is not None:
                 window, task = found
                 assert window < grant.end
                 assert window == windows[task.key]
                 last = self._lasts[task.key]
-                of_task.made(last)
+                slots.made(last)
                 made.append((task.epoch, task.group.group, task.unit, last))
 
 

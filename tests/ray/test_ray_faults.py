@@ -6,8 +6,11 @@ import gzip
 import json
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -19,6 +22,7 @@ from zephon_ray.recipe import Recipe, WorkersSpec
 from zephon_ray.runners.base import Job
 from zephon_ray.runners.ray_data import RayRunner
 from zephon_ray.stream import Stream
+from zephon_ray.testing import tiny_corpus
 
 pytestmark = [pytest.mark.fault, pytest.mark.long, pytest.mark.timeout(60)]  # with limits of time: not beside other tests
 
@@ -185,3 +189,70 @@ def test_a_consumer_that_does_not_take_bounds_what_is_made(job: Job) -> None:
                 time.sleep(0.05)  # a look now and then; nothing waits for it
             eventually(lambda made=allowed * FILES: runner.stats().units == made, "all that is allowed is made")
         assert runner.stats().retries == 0
+
+
+def test_two_runs_side_by_side_give_what_each_gives_alone(job: Job, chains: list[bytes]) -> None:
+    other = job.recipe.model_copy(update={"seed": 4})
+    alone = Stream(other, runner="inline")
+    one, two = (Stream(recipe, runner="ray", workers=1) for recipe in (job.recipe, other))
+    try:
+        for chain in chains[:STEPS]:
+            batches = one.next_batch(), two.next_batch(), alone.next_batch()
+            assert all(batches)
+            got, other_got, other_want = (batch.chain for batch in batches if batch is not None)
+            assert (got, other_got) == (chain, other_want)
+            assert got != other_got
+    finally:
+        for stream in (one, two, alone):
+            stream.close()
+
+
+EMBEDDED = """
+import json, os, signal, sys, time
+import psutil
+from zephon_ray.errors import RunnerError
+from zephon_ray.loader import Loader
+
+def handler(number, frame): ...
+signal.signal(signal.SIGTERM, handler)
+recipe, out = sys.argv[1:]
+found = {}
+with Loader(recipe, runner="ray", workers=1) as loader:
+    found["chains"] = [next(loader).step for _ in range(4)]
+    child = os.fork()
+    if not child:
+        try:
+            loader.stats()
+        except RunnerError as error:
+            os._exit(7 if "fork" in str(error) else 1)
+        os._exit(2)
+    found["child"] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    children = psutil.Process().children(recursive=True)
+    found["children"] = len(children)
+found["handler"] = signal.getsignal(signal.SIGTERM) is handler
+found["left"] = [process.name() for process in psutil.wait_procs(children, timeout=10)[1]]
+began = time.monotonic()
+try:
+    next(Loader(recipe, runner="ray", address="127.0.0.1:1"))
+except RunnerError as error:
+    found["refused"] = str(error)
+found["refused_s"] = time.monotonic() - began
+with open(out, "w") as file:
+    json.dump(found, file)
+"""
+
+
+def test_an_embedded_loader_is_quiet_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    """In a process of its own, which Ray has not met."""
+    recipe, out = tiny_corpus(tmp_path), tmp_path / "found.json"
+    ended = subprocess.run([sys.executable, "-c", EMBEDDED, str(recipe), str(out)], capture_output=True, text=True, timeout=55, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+    found = json.loads(out.read_text())
+    assert found["chains"] == [1, 2, 3, 4]
+    assert found["child"] == 7
+    assert found["children"] > 2
+    assert found["handler"]
+    assert found["left"] == []
+    assert "127.0.0.1:1" in found["refused"]
+    assert "\n" not in found["refused"]
+    assert found["refused_s"] < 6

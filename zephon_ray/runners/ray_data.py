@@ -424,6 +424,8 @@ class _Core:
             self._supervisor.join(CLOSE_S)
         end = time.monotonic() + CLOSE_S
         for wave in self._waves:
+            if self._error is not None:
+                _shut_down(wave)  # it may wait for room, and would not end by itself
             if wave.thread is not None:
                 wave.thread.join(max(0.1, end - time.monotonic()))
                 if wave.thread.is_alive():
