@@ -30,7 +30,7 @@ class Loader:
         recipe: a recipe, or the path of one.
         runner: "inline", "threads", "processes" or "ray"; None for the recipe's.
         workers: how many read and tokenise; None for as many as the recipe allows and the machine or cluster has.
-        address: of a Ray cluster ("host:port"); None for the one that this process is in, else for one of its own.
+        address: of a Ray cluster ("host:port"); None for one of its own. A process that is in a cluster already stays in it.
         dp_rank: in [0, dp_world_size).
         dp_world_size: a divisor of `global_batch_size`. It may differ from that of the run that saved the state.
         state: what `state_dict` gave; None for the beginning.

@@ -31,7 +31,7 @@ class Stream:
         recipe: checked already.
         runner: its name; None for the recipe's.
         workers: of the runner; None for as many as the recipe allows and the machine or cluster has.
-        address: of a Ray cluster ("host:port"), for the runner "ray"; None for the one that this process is in, else for its own.
+        address: of a Ray cluster ("host:port"), for the runner "ray"; None for one of its own. A process in a cluster stays in it.
         state: bytes of a state; None for the beginning.
         recorded: digests of windows that will be read again, to be compared.
         prepared: what `prepare(recipe)` gave, where the caller has it.

@@ -103,12 +103,12 @@ def connect(address: str | None, workers: WorkersSpec) -> Cluster:
     """The cluster to work on.
 
     Args:
-        address: "host:port" of a cluster's head; None for the cluster that this process is in already, else for a new
-            one on this machine, whatever other clusters run here.
+        address: "host:port" of a cluster's head; None for a new one on this machine, whatever other clusters run here. A
+            process that is in a cluster already stays in it, whatever the address.
         workers: a cluster of our own gets as many CPUs as they need, and this machine has.
 
     Raises:
-        RunnerError: the address does not answer, is another cluster than the one that this process is in, or refuses us.
+        RunnerError: the address does not answer, or refuses us.
     """
     _hush()
     if ray.is_initialized():

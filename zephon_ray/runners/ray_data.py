@@ -282,7 +282,7 @@ class _Core:
         self._lives -= 1
         if not self._lives:
             self._error = RunnerError(
-                f"no unit came for {_LIVES} times {self._stall_s:g} s, through {_LIVES} executions ({why})."
+                f"no unit came through {_LIVES} executions, each given {self._stall_s:g} s unless it died (the last: {why})."
                 f" {self._condition(self._awaited())}"
             )
             self._changed.notify_all()
