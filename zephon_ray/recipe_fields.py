@@ -208,7 +208,7 @@ class WorkersSpec(Fields):
     resources: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = {}
     labels: dict[str, str] = {}
 
-    def __hash__(self) -> int:
+    def __hash__(self) -> int:  # pydantic's own cannot take the dicts; it orders nothing
         return hash((self.min, self.max, self.num_cpus, *sorted(self.resources.items()), *sorted(self.labels.items())))
 
     def describe(self) -> str:

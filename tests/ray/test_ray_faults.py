@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -183,10 +184,10 @@ def test_a_consumer_that_does_not_take_bounds_what_is_made(job: Job) -> None:
             while taken < until:
                 runner.take(30)
                 taken += 1
-            end = time.monotonic() + STALL_S / 2
+            end, pause = time.monotonic() + STALL_S / 2, threading.Event()
             while time.monotonic() < end:
                 assert runner.stats().units <= allowed * FILES
-                time.sleep(0.05)  # a look now and then; nothing waits for it
+                pause.wait(0.05)  # a look now and then; nothing waits for it
             eventually(lambda made=allowed * FILES: runner.stats().units == made, "all that is allowed is made")
         assert runner.stats().retries == 0
 
