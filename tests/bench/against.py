@@ -22,6 +22,7 @@ def main() -> None:
     for name in ("data", "tok", "scratch", "out"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--beside", default="limit hf 1thr", help="comma-separated lines of the harness's plans")
+    parser.add_argument("--lanes", type=int, nargs="*", default=[], help="compare these numbers of lanes only (each divides --batch)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=8)
@@ -47,9 +48,11 @@ def main() -> None:
         ("ours processes", ours("processes")),
         ("ours inline", ours("inline")),
     ]
+    if args.lanes:
+        lines = [(f"{lanes} lanes", ours("threads", lanes=lanes)) for lanes in args.lanes]
     plans.PLANS["ours"] = lines
     harness.run(SimpleNamespace(**{**vars(args), "plan": "ours"}))
-    harness.table(SimpleNamespace(files=[args.out], ref="limit hf 1thr"))
+    harness.table(SimpleNamespace(files=[args.out], ref=lines[0][0]))
 
 
 if __name__ == "__main__":
