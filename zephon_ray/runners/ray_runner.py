@@ -33,7 +33,7 @@ from zephon_ray.runners.ray_worker import Entry, units_of
 from zephon_ray.stages.unit import TokenisedUnit
 
 TASK_BYTES = 32 << 20
-"""Text a task makes before its wave is cut; what was granted before the cut comes on top, and 64 MB are not exceeded by much."""
+"""Text a task makes before its wave is cut; what was granted before the cut comes on top. Ray keeps some KB a block until then."""
 
 TICK_S = 0.25
 CLOSE_S = 10.0
