@@ -21,7 +21,7 @@ from tests.golden_cases import GoldenCase  # noqa: E402
 from zephon_ray.collector import prepare  # noqa: E402
 from zephon_ray.recipe import WorkersSpec, load_recipe  # noqa: E402
 from zephon_ray.runners.base import Runner  # noqa: E402
-from zephon_ray.runners.ray_data import RayRunner  # noqa: E402
+from zephon_ray.runners.ray_runner import RayRunner  # noqa: E402
 from zephon_ray.stream import Stream  # noqa: E402
 
 __all__ = ["mixed_job"]
@@ -52,7 +52,7 @@ class TestRay(RunnerSuite):
         """Our threads and actors; the cluster's processes come and go as it likes."""
         threads = {thread.name for thread in threading.enumerate() if thread.name.startswith("zephon")}
         head = ray.get_runtime_context().gcs_address
-        ours = list_actors(address=head, filters=[("class_name", "=", "_Mailbox"), ("state", "!=", "DEAD")])
+        ours = list_actors(address=head, filters=[("class_name", "=", "Mailbox"), ("state", "!=", "DEAD")])
         return threads, [len(ours)], 0
 
     @contextmanager

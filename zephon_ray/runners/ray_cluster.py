@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import socket
 import threading
@@ -25,6 +26,17 @@ from zephon_ray.recipe import WorkersSpec
 CONNECT_S = 5.0
 _SLOTS_S = 1.0
 _REAP_S = 5.0
+
+
+class _Membership:
+    """How many hold the cluster that we started or joined for this process; who leaves last, ends it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.holders = 0
+
+
+_membership = _Membership()
 
 
 class Cluster:
@@ -77,10 +89,12 @@ class Cluster:
             ray.wait(reaps, num_returns=len(reaps), timeout=_REAP_S)
 
     def leave(self) -> None:
-        """Shut down a cluster that we started, or part from one that we joined."""
-        if self._ours and ray.is_initialized():
-            ray.shutdown()
-        self._ours = False
+        """Be done with it. The last one to be so shuts down a cluster that we started, or parts from one that we joined."""
+        with _membership.lock:
+            ours, self._ours = self._ours, False
+            _membership.holders -= ours
+            if ours and not _membership.holders and ray.is_initialized():
+                ray.shutdown()
 
 
 def _room(node: dict[str, Any], workers: WorkersSpec) -> int:
@@ -99,50 +113,82 @@ def _kill(pids: Sequence[int], title: str) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def connect(address: str | None, workers: WorkersSpec) -> Cluster:
-    """The cluster to work on.
+def connect(address: str | None) -> Cluster:
+    """The cluster to work on. Those who connect in one process share one; it is left when the last of them leaves.
 
     Args:
-        address: "host:port" of a cluster's head; None for a new one on this machine, whatever other clusters run here. A
-            process that is in a cluster already stays in it, whatever the address.
-        workers: a cluster of our own gets as many CPUs as they need, and this machine has.
+        address: "host:port" of a cluster's head; None for a new one on this machine with all of its CPUs, whatever other
+            clusters run here. A process that is in a cluster already stays in it.
 
     Raises:
-        RunnerError: the address does not answer, or refuses us.
+        RunnerError: the address does not answer, refuses us, or is not that of the cluster that this process is in.
     """
-    _hush()
-    if ray.is_initialized():
-        return Cluster(ours=False)
-    if address is None:
-        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with _membership.lock:
+        _hush()
+        if ray.is_initialized():
+            if address is not None:
+                _check_same(address, ray.get_runtime_context().gcs_address)
+            ours = _membership.holders > 0
+            _membership.holders += ours
+            return Cluster(ours=ours)
         with _quiet():
-            ray.init(address="local", num_cpus=max(1, cpus), include_dashboard=False, **_SILENT)
+            if address is None:
+                cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+                ray.init(address="local", num_cpus=max(1, cpus), include_dashboard=False, **_SILENT)
+            else:
+                _join(address)
+        _membership.holders = 1
         return Cluster(ours=True)
+
+
+def _join(address: str) -> None:
     _knock(address)
     try:
-        with _quiet():
-            ray.init(address=address, **_SILENT)
+        ray.init(address=address, **_SILENT)
     except Exception as error:
         raise RunnerError(f"the Ray cluster at {address} does not take us: {_explained(error)}") from error
-    return Cluster(ours=True)
+
+
+def _check_same(address: str, there: str) -> None:
+    """Refuse an address that is not that of the cluster `there`, which this process is in."""
+    (host, port), (there_host, there_port) = _host_and_port(address), _host_and_port(there)
+    hosts = {host, *_resolved(host)}
+    same_host = there_host in hosts or bool(hosts & {*_resolved(there_host), *_resolved(socket.gethostname()), "127.0.0.1", "::1"})
+    if port != there_port or not same_host:
+        raise RunnerError(
+            f"this process is in the Ray cluster at {there} and cannot join that at {address} too. Leave the address out, or use it"
+        )
+
+
+def _resolved(host: str) -> set[str]:
+    try:
+        return {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
+    except OSError:
+        return set()
 
 
 _SILENT: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
 
 
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if address.startswith("ray://") or not host or not port.isdigit():
+        raise RunnerError(
+            f"address={address!r}: expected host:port, as `ray start --head` prints it; this process must run on a node of the cluster"
+        )
+    return host.strip("[]"), int(port)
+
+
 def _knock(address: str) -> None:
     """Find out in seconds what `ray.init` takes minutes for."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdigit():
-        raise RunnerError(f"address={address!r}: expected host:port, as of `ray start --head`")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
-    except OSError as error:
+        socket.create_connection(_host_and_port(address), timeout=CONNECT_S).close()
+    except (OSError, OverflowError) as error:
         raise RunnerError(f"nothing answers at {address} ({error}). Is the Ray head running, and its port reachable from here?") from error
 
 
 def _explained(error: Exception) -> str:
-    text = f"{type(error).__name__}: {error}"
+    text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(".")
     if "version" in text.lower():
         return f"{text}. Use the Ray and Python versions of the cluster (here Ray {ray.__version__})"
     if os.environ.get("RAY_AUTH_MODE") != "token":
@@ -159,6 +205,7 @@ def _hush() -> None:
 def _quiet() -> Iterator[None]:
     """Join without Ray's messages, and put back the signal handler that it replaces."""
     os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
+    _hide_raylets_lines()
     main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM) if main else None
     try:
@@ -166,3 +213,10 @@ def _quiet() -> Iterator[None]:
     finally:
         if main and handler is not None:
             signal.signal(signal.SIGTERM, handler)
+
+
+def _hide_raylets_lines() -> None:
+    """Raylets write to the driver's stdout that a worker died, whatever `log_to_driver` says. The runner sees to it, and says so."""
+    lines = getattr(ray._private.worker, "stdout_deduplicator", None)
+    if lines is not None:
+        lines.skip_re = re.compile("")

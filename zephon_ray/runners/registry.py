@@ -52,7 +52,7 @@ def make_runner(name: str, recipe: Recipe, *, workers: int | None = None, addres
     if name == "processes":
         return ProcessesRunner(workers or default_workers(recipe))
     if name == "ray":
-        from zephon_ray.runners.ray_data import RayRunner  # the core does without ray
+        from zephon_ray.runners.ray_runner import RayRunner  # the core does without ray
 
         spec = recipe.execution.workers
         most = workers or spec.max

@@ -1,0 +1,172 @@
+"""Clusters that loaders start, join and leave. Each in a process of its own, which Ray has not met."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from zephon_ray.errors import RunnerError
+from zephon_ray.loader import Loader
+from zephon_ray.runners import ray_cluster
+from zephon_ray.testing import tiny_corpus
+
+pytestmark = pytest.mark.timeout(150)
+
+
+def found_by(script: str, *args: str, **environment: str) -> dict[str, Any]:
+    """What a script put into the file that its last argument names; it must print nothing."""
+    env = {**os.environ, **environment}
+    ended = subprocess.run([sys.executable, "-c", script, *args], capture_output=True, text=True, timeout=120, check=False, env=env)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+    found: dict[str, Any] = json.loads(Path(args[-1]).read_text())
+    return found
+
+
+EMBEDDED = """
+import json, os, signal, sys, time
+import psutil
+from zephon_ray.errors import RunnerError
+from zephon_ray.loader import Loader
+
+def handler(number, frame): ...
+signal.signal(signal.SIGTERM, handler)
+recipe, out = sys.argv[1:]
+found = {}
+with Loader(recipe, runner="ray", workers=1) as loader:
+    found["chains"] = [next(loader).step for _ in range(4)]
+    child = os.fork()
+    if not child:
+        try:
+            loader.stats()
+        except RunnerError as error:
+            os._exit(7 if "fork" in str(error) else 1)
+        os._exit(2)
+    found["child"] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    children = psutil.Process().children(recursive=True)
+    found["children"] = len(children)
+    # A second loader shares the cluster, and closing it leaves the first one its own.
+    with Loader(recipe, runner="ray", workers=1) as second:
+        found["second"] = next(second).chain.hex()
+    worker = next(p for p in psutil.Process().children(recursive=True) if "ReadZephonUnits" in " ".join(p.cmdline()))
+    worker.kill()
+    for _ in range(36):
+        found["fortieth"] = next(loader).chain.hex()
+    try:
+        next(Loader(recipe, runner="ray", address="127.0.0.1:1"))
+    except RunnerError as error:
+        found["two"] = str(error)
+found["handler"] = signal.getsignal(signal.SIGTERM) is handler
+found["left"] = [process.name() for process in psutil.wait_procs(children, timeout=10)[1]]
+began = time.monotonic()
+try:
+    next(Loader(recipe, runner="ray", address="127.0.0.1:1"))
+except RunnerError as error:
+    found["refused"] = str(error)
+found["refused_s"] = time.monotonic() - began
+with open(out, "w") as file:
+    json.dump(found, file)
+"""
+
+
+def test_an_embedded_loader_is_quiet_also_when_its_worker_dies_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    recipe = tiny_corpus(tmp_path, texts=2000, execution={"prefetch_steps": 1})
+    with Loader(recipe, runner="inline") as loader:
+        alone = [next(loader).chain.hex() for _ in range(40)]
+    # A stranger's address is not looked at.
+    found = found_by(EMBEDDED, str(recipe), str(tmp_path / "found.json"), RAY_ADDRESS="127.0.0.1:2")
+    assert found["chains"] == [1, 2, 3, 4]
+    assert found["child"] == 7
+    assert found["children"] > 2
+    assert (found["second"], found["fortieth"]) == (alone[0], alone[39])
+    assert "is in the Ray cluster at" in found["two"]
+    assert found["handler"]
+    assert found["left"] == []
+    assert "127.0.0.1:1" in found["refused"]
+    assert "\n" not in found["refused"]
+    assert found["refused_s"] < 6
+
+
+JOINED = """
+import json, os, sys
+import psutil, ray
+from zephon_ray.errors import RunnerError
+from zephon_ray.loader import Loader
+
+recipe, address, out = sys.argv[1:]
+with Loader(recipe, runner="ray", workers=1, address=address) as loader:
+    found = {"chain": [next(loader).chain.hex() for _ in range(8)][-1], "address": ray.get_runtime_context().gcs_address}
+    with Loader(recipe, runner="ray", workers=1, address=address.replace("127.0.0.1", "localhost")) as second:
+        next(second)
+found["left"] = ray.is_initialized()
+found["children"] = [p.name() for p in psutil.Process().children(recursive=True)]
+with open(out, "w") as file:
+    json.dump(found, file)
+"""
+
+LEFT = """
+import json, sys
+import ray
+from ray.util.state import list_actors, list_tasks
+address, out = sys.argv[1:]
+ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+head = ray.get_runtime_context().gcs_address
+found = {
+    "actors": sorted(a.class_name for a in list_actors(address=head, filters=[("state", "!=", "DEAD")])),
+    "tasks": [t.name for t in list_tasks(address=head) if t.state == "RUNNING"],
+    "cpus": ray.available_resources().get("CPU"),
+}
+ray.shutdown()
+with open(out, "w") as file:
+    json.dump(found, file)
+"""
+
+
+def test_a_cluster_at_an_address_is_joined_and_left_as_it_was(tmp_path: Path) -> None:
+    """The session's own cluster, by its address. What Ray Data leaves behind in any cluster may remain."""
+    address = str(ray.get_runtime_context().gcs_address)
+    recipe = tiny_corpus(tmp_path)
+    with Loader(recipe, runner="inline") as loader:
+        alone = [next(loader).chain.hex() for _ in range(8)]
+    token = str(Path.home() / ".ray" / "auth_token")
+    auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": token} if Path(token).exists() else {}
+    found = found_by(JOINED, str(recipe), address, str(tmp_path / "joined.json"), **auth)
+    assert found == {"chain": alone[-1], "address": address, "left": False, "children": []}
+    left = found_by(LEFT, address, str(tmp_path / "left.json"), **auth)
+    assert "Mailbox" not in left["actors"]
+    assert left["tasks"] == []
+    assert left["cpus"] == 2
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("nonsense", "host:port"),
+        ("127.0.0.1:", "host:port"),
+        (":6379", "host:port"),
+        ("ray://127.0.0.1:10001", "node of the cluster"),
+        ("127.0.0.1:1", "nothing answers"),
+        ("127.0.0.1:99999", "nothing answers"),
+        ("no-such-host.invalid:6379", "nothing answers"),
+    ],
+)
+def test_an_address_that_cannot_be_used_is_refused_in_a_line(address: str, words: str) -> None:
+    with pytest.raises(RunnerError) as caught:
+        ray_cluster._knock(address)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert address in str(caught.value)
+
+
+def test_what_ray_says_when_it_refuses_us_is_one_line_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    mismatch = ray_cluster._explained(RuntimeError("Version mismatch:\n  Ray: 2.40\n  Python: 3.9"))
+    assert "\n" not in mismatch
+    assert f"here Ray {ray.__version__}" in mismatch
+    assert "RAY_AUTH_TOKEN_PATH" in ray_cluster._explained(ConnectionError("Failed to connect"))

@@ -1,0 +1,57 @@
+"""The mailbox: what the workers of waves may make next. It is the body of an actor; nothing here imports ray."""
+
+from __future__ import annotations
+
+import asyncio
+
+from zephon_ray.runners.ray_worker import Entry
+
+Caller = tuple[str, int]
+"""A worker: its node and its process."""
+
+
+class Mailbox:
+    """Holds the entries of waves. Entries are numbered by the one who posts, since calls may overtake each other."""
+
+    def __init__(self) -> None:
+        self._entries: dict[tuple[int, int], Entry] = {}
+        self._ends: dict[int, int] = {}
+        self._closed = False
+        self._callers: dict[Caller, int] = {}
+        self._changed = asyncio.Condition()
+
+    async def callers(self) -> list[Caller]:
+        """Workers that asked for an entry, and were not told that there is none: they are at work, or dead."""
+        return list(self._callers)
+
+    async def post(self, wave: int, number: int, entry: Entry) -> None:
+        async with self._changed:
+            self._entries[wave, number] = entry
+            self._changed.notify_all()
+
+    async def end(self, wave: int, entries: int) -> None:
+        """The wave has that many entries and no more."""
+        async with self._changed:
+            self._ends[wave] = entries
+            self._changed.notify_all()
+
+    async def forget(self, wave: int) -> None:
+        """The wave is over: nobody will ask for its entries."""
+        self._entries = {key: entry for key, entry in self._entries.items() if key[0] != wave}
+
+    async def close(self) -> None:
+        """No wave gets an entry any more."""
+        async with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    async def entry(self, wave: int, number: int, caller: Caller) -> Entry | None:
+        """Wait for an entry; None behind the wave's last."""
+        key = (wave, number)
+        self._callers[caller] = wave
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._closed or key in self._entries or number >= self._ends.get(wave, number + 1))
+            entry = None if self._closed else self._entries.get(key)
+        if entry is None and self._callers.get(caller) == wave:
+            del self._callers[caller]
+        return entry

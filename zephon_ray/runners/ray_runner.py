@@ -1,0 +1,392 @@
+"""The Ray runner: it opens, cuts and replaces waves (`ray_data`), and takes each unit that they give once.
+
+A wave is cut, and the next one launched at that moment, whenever enough text was made, the cluster grew or shrank, or its
+workers are too many or too few. An execution that stands still or died is shut down first; the next begins where the
+units have come to. Why so: `docs/decisions/0004-what-runs-where.md`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+import ray
+
+from zephon_ray.errors import RunnerError, ZephonError
+from zephon_ray.plan.windows import Position, UnitTask
+from zephon_ray.recipe import WorkersSpec
+from zephon_ray.runners.base import FailedUnit, Job, Runner, RunnerStats, name_of, not_started, nothing_left, refuse_start
+from zephon_ray.runners.fronts import SourceFront
+from zephon_ray.runners.load import Load
+from zephon_ray.runners.ray_cluster import Cluster, connect
+from zephon_ray.runners.ray_data import TITLE, Wave, fault_of_ours
+from zephon_ray.runners.ray_mailbox import Mailbox
+from zephon_ray.runners.ray_worker import Entry, units_of
+from zephon_ray.stages.unit import TokenisedUnit
+
+TASK_BYTES = 32 << 20
+"""Text a task makes before its wave is cut; what was granted before the cut comes on top. Ray keeps some KB a block until then."""
+
+TICK_S = 0.25
+CLOSE_S = 10.0
+START_S = 10.0
+"""Seconds that a first unit may take, where the watchdog's limit is shorter: processes start in this time."""
+STALLS = 3
+"""The limit, that many times without a unit, ends the stream with an error."""
+DEATHS = 8
+"""So many executions that die without a unit between them do, too."""
+_WARN_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+class _Core:
+    """The runner's threads and what they share, under one lock. It does not know its runner: one that was forgotten is collected."""
+
+    def __init__(self, job: Job, positions: Sequence[Position], workers: WorkersSpec, stall_s: float, cluster: Cluster) -> None:
+        self._job, self._workers, self._stall_s, self._cluster = job, workers, stall_s, cluster
+        self._fronts = [SourceFront(job.recipe, m, p) for m, p in zip(job.manifests, positions, strict=True)]
+        self._allowed = [0] * len(self._fronts)
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._results: deque[TokenisedUnit | FailedUnit] = deque()
+        self._waves: list[Wave] = []
+        self._launched = 0
+        self._draining: set[int] = set()
+        self._units = self._text_bytes = self._skipped_bytes = self._again = 0
+        self._load = Load(time.monotonic())
+        self._progress = self._opened = time.monotonic()
+        self._deaths = 0
+        self._warned = False
+        self._error: Exception | None = None
+        self._closed = self._left = False
+        self._pid = os.getpid()
+        self._job_ref = ray.put(job)
+        self._mailboxes = [self._new_mailbox()]
+        self._supervisor = threading.Thread(target=self._supervise, name="zephon-ray-supervisor", daemon=True)
+
+    def _new_mailbox(self) -> Any:
+        mailbox: Any = ray.remote(Mailbox)
+        return mailbox.options(num_cpus=0, max_concurrency=10_000, scheduling_strategy=self._cluster.here()).remote()
+
+    def start(self) -> None:
+        with self._lock:
+            self._launch(self._within_limits(self._workers.max))
+        self._supervisor.start()
+
+    # ---- the taker's side
+
+    def allow(self, source: int, windows: int) -> None:
+        with self._lock:
+            if windows > self._allowed[source]:
+                self._allowed[source] = windows
+                if not self._waiting:
+                    self._progress = time.monotonic()
+                self._post()
+
+    def take(self, timeout_s: float) -> TokenisedUnit | FailedUnit:
+        with self._changed:
+            self._load.taker_waits(time.monotonic())
+            try:
+                self._changed.wait_for(self._settled, timeout_s)
+            finally:
+                self._load.taker_goes_on(time.monotonic())
+            if self._closed:
+                raise nothing_left(closed=True)
+            if self._results:
+                return self._results.popleft()
+            awaited = self._awaited()
+            if awaited is None and self._error is None:
+                raise nothing_left(closed=False)
+            raise self._error or RunnerError(f"no unit came within {timeout_s:g} s. {self._condition()}")
+
+    def _settled(self) -> bool:
+        return bool(self._results) or self._closed or self._error is not None or self._awaited() is None
+
+    def _awaited(self) -> UnitTask | None:
+        """The first unit that was allowed and did not come."""
+        return next((task for f in self._fronts if (task := f.owes(self._allowed[f.source])) is not None), None)
+
+    def stats(self) -> RunnerStats:
+        with self._lock:
+            return RunnerStats(
+                units=self._units,
+                text_bytes=self._text_bytes,
+                skipped_bytes=self._skipped_bytes,
+                retries=self._again,
+                workers=sum(w.tasks for w in self._waves if not w.cut),
+            )
+
+    def _condition(self) -> str:
+        awaited = self._awaited()
+        what = f"Awaited is {name_of(awaited)}. " if awaited is not None else ""
+        room = f"The cluster has room for {self._cluster.slots(self._workers)} workers of {self._workers.describe()}"
+        return f"{what}{room}; look at its nodes, and whether the storage answers"
+
+    # ---- waves; all under the lock
+
+    @property
+    def _current(self) -> Wave | None:
+        return self._waves[-1] if self._waves and not self._waves[-1].cut else None
+
+    @property
+    def _waiting(self) -> bool:
+        return any(f.waiting for f in self._fronts)
+
+    def _within_limits(self, tasks: int) -> int:
+        """So many tasks, or as many as cluster, recipe and data have use for."""
+        widest = max(len(f.starts()) for f in self._fronts)
+        least = min(self._workers.min, widest)
+        return max(1, min(max(tasks, least), self._workers.max, widest, self._cluster.slots(self._workers)))
+
+    def _launch(self, tasks: int) -> None:
+        wave = Wave(self._job_ref, self._mailboxes[-1], self._launched, tasks, self._workers, self._deliver, self._wake)
+        self._launched += 1
+        self._waves.append(wave)
+        self._load.forget()
+        wave.start()
+        self._post()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _post(self) -> None:
+        """Grant the current wave what is allowed, of every source that older waves owe nothing of."""
+        wave = self._current
+        if wave is None or self._closed:
+            return
+        grants, starts = [], {}
+        for front in self._fronts:
+            if front.source in self._draining:
+                continue
+            at = front.epoch, front.starts()
+            grant = front.grant(self._allowed[front.source])
+            if grant is not None:
+                grants.append(grant)
+                if front.source not in wave.met:
+                    wave.met.add(front.source)
+                    starts[front.source] = at
+        if grants:
+            wave.post(Entry(starts=starts, grants=tuple(grants)))
+
+    def _cut(self, tasks: int) -> None:
+        """End the current wave behind what it was granted, and launch the next."""
+        wave = self._current
+        if wave is not None:
+            wave.close_entries()
+            self._draining |= {f.source for f in self._fronts if f.waiting}
+        self._launch(tasks)
+
+    # ---- the supervisor's thread
+
+    def _supervise(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._error is not None, TICK_S)
+                if self._closed or self._error is not None:
+                    return
+            try:
+                self._look_after(time.monotonic())
+            except Exception as error:  # noqa: BLE001  raised by `take`
+                with self._changed:
+                    ours = isinstance(error, ZephonError)
+                    self._error = error if ours else RunnerError(f"the Ray cluster cannot be used any more: {_one_line(error)}")
+                    self._changed.notify_all()
+
+    def _look_after(self, now: float) -> None:
+        with self._lock:
+            self._waves = [w for w in self._waves if not (w.ended and w.cut)]
+            self._load.tick(now, working=self._waiting)
+            broken = next((w for w in self._waves if w.ended), None)
+            why = self._what_is_wrong(now, broken)
+            if why is None:
+                self._fit(self._current)
+                return
+            if self._deaths and now < self._opened + min(5.0, 0.1 * 2**self._deaths):
+                return  # processes that die at once are not started again at once
+            self._deaths += broken is not None
+        self._reopen(why)
+
+    def _what_is_wrong(self, now: float, broken: Wave | None) -> str | None:
+        """Why the execution must be opened again; None if it need not. Raises where that has been tried enough."""
+        if broken is not None and (fault := fault_of_ours(broken.error)):
+            raise fault if isinstance(fault, ZephonError) else RunnerError(f"a worker failed: {_one_line(fault)}")
+        room = self._cluster.slots(self._workers)
+        self._warn_of_no_room(now, room)
+        patience = max(self._stall_s, START_S) if room else self._stall_s
+        stands = self._waiting and now - max(self._progress, self._opened) > (self._stall_s if self._delivers() else patience)
+        if broken is None and not stands:
+            return None
+        why = f"no unit came for {self._stall_s:g} s" if broken is None else _one_line(broken.error or "it ended early")
+        if self._waiting and now - self._progress > STALLS * patience:
+            raise RunnerError(f"no unit came for {now - self._progress:.0f} s (the last execution: {why}). {self._condition()}")
+        if self._deaths >= DEATHS:
+            raise RunnerError(
+                f"the workers go on dying: {self._deaths} executions, no unit between them (the last: {why}). {self._condition()}"
+            )
+        return why
+
+    def _delivers(self) -> bool:
+        return self._current is not None and self._current.delivered
+
+    def _warn_of_no_room(self, now: float, room: int) -> None:
+        if room or not self._waiting or now - self._progress < _WARN_S:
+            self._warned = self._warned and not room
+        elif not self._warned:
+            self._warned = True
+            _log.warning(
+                "no node of the cluster has room for a worker of %s. The stream goes on when one joins within %.0f s",
+                self._workers.describe(),
+                STALLS * self._stall_s - (now - self._progress),
+            )
+
+    def _reopen(self, why: str) -> None:
+        """Give all waves up, and begin again where the units have come to."""
+        _log.info("the Ray execution is opened again where it stopped: %s", why)
+        with self._lock:
+            waves, mailbox = list(self._waves), self._mailboxes[-1]
+            for wave in waves:
+                wave.cut = wave.given_up = True
+        mailbox.close.remote()
+        for wave in waves:
+            wave.shut_down()
+        self._cluster.reap(mailbox.callers.remote(), TITLE)
+        with self._lock:
+            if self._closed:
+                return
+            self._mailboxes.append(self._new_mailbox())  # the one before may be what died
+            for front in self._fronts:
+                front.grant_again()
+            self._draining.clear()
+            self._opened = time.monotonic()
+            self._launch(self._within_limits(waves[-1].tasks))
+
+    def _fit(self, wave: Wave | None) -> None:
+        """Cut the wave if it has made enough, or should have more or fewer workers."""
+        if wave is None:
+            return
+        tasks = self._within_limits(wave.tasks)
+        if self._load.hungry:
+            tasks = self._within_limits(self._workers.max)
+        elif self._load.working_share is not None and self._load.working_share < 0.3:
+            tasks = self._within_limits(math.ceil(wave.tasks * self._load.working_share / 0.6))
+        full = wave.text_bytes >= max(TASK_BYTES * wave.tasks, wave.skipped_bytes)
+        if full or tasks != wave.tasks:
+            self._cut(tasks)
+
+    # ---- a wave's thread
+
+    def _deliver(self, wave: Wave, table: pa.Table) -> None:
+        with self._changed:
+            for made in units_of(table):
+                unit = made.unit
+                good = isinstance(unit, TokenisedUnit) and unit.error is None
+                last = unit.last if good and isinstance(unit, TokenisedUnit) else None
+                front = self._fronts[unit.source]
+                wave.skipped_bytes += made.skipped_bytes
+                self._skipped_bytes += made.skipped_bytes
+                if not front.take(unit.epoch, unit.group, unit.unit, last):
+                    self._again += 1
+                    continue
+                self._results.append(unit)
+                self._units += 1
+                self._progress, self._deaths = time.monotonic(), 0
+                if isinstance(unit, TokenisedUnit):
+                    wave.text_bytes += unit.text_bytes
+                    self._text_bytes += unit.text_bytes
+                if not front.waiting:
+                    self._draining.discard(front.source)
+            self._post()
+            self._changed.notify_all()
+
+    # ---- the end
+
+    def close(self) -> None:
+        """End everything, and wait for it."""
+        if self._pid != os.getpid():
+            return
+        with self._changed:
+            if self._left:
+                return
+            self._closed = self._left = True
+            self._results.clear()
+            self._changed.notify_all()
+        for mailbox in self._mailboxes[-1:]:
+            mailbox.close.remote()
+        if self._supervisor.ident is not None:
+            self._supervisor.join(CLOSE_S)
+        end = time.monotonic() + CLOSE_S
+        for wave in self._waves:
+            if self._error is not None:
+                wave.shut_down()  # it may wait for room, and would not end by itself
+            if not wave.join(max(0.1, end - time.monotonic())):
+                wave.shut_down()
+                wave.join(CLOSE_S)
+        for mailbox in self._mailboxes:
+            ray.kill(mailbox)
+        self._cluster.leave()
+
+
+def _one_line(error: Exception | str) -> str:
+    return " ".join((str(error) or type(error).__name__).split())[:300]
+
+
+class RayRunner(Runner):
+    """Makes units on a Ray cluster.
+
+    Args:
+        workers: how many, and what each takes.
+        stall_s: seconds without a unit after which an execution is given up and opened again. Where none comes for three times as
+            long, and for no less than 30 s if a node has room for a worker, the stream ends with an error.
+        address: of a cluster ("host:port"); None for the one that this process is connected to, else for one of its own.
+    """
+
+    reads_ahead = True
+
+    def __init__(self, workers: WorkersSpec, stall_s: float, address: str | None = None) -> None:
+        self._workers, self._stall_s, self._address = workers, stall_s, address
+        self._core: _Core | None = None
+        self._closed = False
+
+    def start(self, job: Job, positions: Sequence[Position]) -> None:
+        self._refuse_fork()
+        refuse_start(self._core is not None, self._closed)
+        cluster = connect(self._address)
+        try:
+            core = _Core(job, positions, self._workers, self._stall_s, cluster)
+        except BaseException:
+            cluster.leave()
+            raise
+        self._pid, self._core = os.getpid(), core
+        weakref.finalize(self, core.close)
+        core.start()
+
+    def allow(self, source: int, windows: int) -> None:
+        self._started().allow(source, windows)
+
+    def take(self, timeout_s: float) -> TokenisedUnit | FailedUnit:
+        return self._started().take(timeout_s)
+
+    def close(self) -> None:
+        self._closed = True
+        if self._core is not None:
+            self._core.close()
+
+    def stats(self) -> RunnerStats:
+        self._refuse_fork()
+        return RunnerStats(units=0, text_bytes=0, skipped_bytes=0, retries=0, workers=0) if self._core is None else self._core.stats()
+
+    def _started(self) -> _Core:
+        self._refuse_fork()
+        if self._core is None:
+            raise not_started()
+        return self._core
