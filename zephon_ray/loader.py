@@ -38,8 +38,8 @@ class Loader:
 
     Raises:
         RecipeError: the recipe is wrong, or the data-parallel size does not fit it.
-        When first used also UserError (it is closed, or has an address that its runner cannot use), SourceError, StateError, StorageError; while iterating BadRecordError, SourceError,
-        DataChangedError, StorageError, RunnerError.
+        When first used also UserError (it is closed, or was given an address and its runner has none), SourceError, StateError,
+        StorageError; while iterating BadRecordError, SourceError, DataChangedError, StorageError, RunnerError.
     """
 
     def __init__(

@@ -5,9 +5,10 @@ A run is made of steps; its directory holds what each of them was. Nothing here 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -24,6 +25,11 @@ from zephon_ray.state import Identity, StreamState, from_bytes, to_bytes
 from zephon_ray.storage import Storage
 from zephon_ray.stream import Stream, runner_of
 from zephon_ray.telemetry import CpuMeter
+
+LAST_STEP_S = 5.0
+"""How long a run that is to stop waits for the step in hand."""
+
+_WATCH_S = 0.2
 
 OnStep = Callable[[GlobalBatch], None]
 
@@ -93,7 +99,7 @@ def produce(
         address: as `Stream` has it.
         dp_size: for more than one, the rows of every rank are cut, hashed and folded again, and must give the batch's digest.
         on_step: called with every new step, once it is in the ledger.
-        stop: asked after every step whether to end early.
+        stop: asked again and again, from any thread, whether to end early. The step in hand then gets `LAST_STEP_S`.
 
     Raises:
         RecipeError, SourceError, StorageError, BadRecordError, DataChangedError, RunnerError: as `Stream`.
@@ -113,11 +119,15 @@ def produce(
         if made.last_step < steps:
             state, recorded = writer.resume() if writer else (None, None)
             stream = Stream(recipe, runner=runner, workers=workers, address=address, state=state, recorded=recorded, prepared=prepared)
-            with closing(stream):
-                for batch in _batches(stream, steps, stop, made):
-                    _check_ranks(batch, dp_size)
-                    _note(batch, writer, on_step, made)
-                    cpu.look()
+            with closing(stream), _stopping(stream, stop) as stopped:
+                try:
+                    for batch in _batches(stream, steps, stopped, made):
+                        _check_ranks(batch, dp_size)
+                        _note(batch, writer, on_step, made)
+                        cpu.look()
+                finally:
+                    if writer:
+                        writer.save()  # before the stream is closed, which can take long where its workers were stopped too
                 made.stats = stream.stats()
                 cpu.look(now=True)
     if writer:
@@ -166,19 +176,46 @@ class _Made:
         )
 
 
-def _batches(stream: Stream, steps: int, stop: Callable[[], bool] | None, made: _Made) -> Iterator[GlobalBatch]:
-    """Up to step `steps`, to the end of the stream, or to where it is to stop."""
-    while stream.state.step < steps and not (stop and stop()):
+def _batches(stream: Stream, steps: int, stopped: Callable[[], bool], made: _Made) -> Iterator[GlobalBatch]:
+    """Up to step `steps`, to the end of the stream, or to where it is stopped."""
+    while stream.state.step < steps and not stopped():
         try:
             batch = stream.next_batch()
         except RunnerError:
-            if stop and stop():
-                return  # who stops us stops our workers too, as schedulers do with all of a job's processes
+            if stopped():
+                return
             raise
         if batch is None:
-            made.ended = True
+            made.ended = not stopped()
             return
         yield batch
+
+
+@contextmanager
+def _stopping(stream: Stream, stop: Callable[[], bool] | None) -> Iterator[Callable[[], bool]]:
+    """Gives whether to stop. When it is time, the step in hand gets some seconds more, and then the stream is closed.
+
+    For who stops us may stop our workers too, as schedulers do with all processes of a job; then no further step comes.
+    """
+    if stop is None:
+        yield lambda: False
+        return
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(_WATCH_S):
+            if stop():
+                if not over.wait(LAST_STEP_S):
+                    stream.close()
+                return
+
+    watcher = threading.Thread(target=watch, name="zephon-stop", daemon=True)
+    watcher.start()
+    try:
+        yield stop
+    finally:
+        over.set()
+        watcher.join()
 
 
 def _note(batch: GlobalBatch, writer: _Writer | None, on_step: OnStep | None, made: _Made) -> None:

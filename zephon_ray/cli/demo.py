@@ -73,9 +73,10 @@ def _run_facts(story: Story) -> list[tuple[str, str]]:
     bound = max(mixture_bound(recipe, target) for target in _targets(story))
     killed = next(v for v in story.variants if v.killed)
     assert killed.killed is not None
+    again = f"; units made again: {killed.retries}" if killed.retries else ""
     cpu = f"{reference.cpu_seconds / _tokens(reference, batch) * 1e6:.2f} s a million tokens"
     return [
-        ("killed", f"process {killed.killed.pid} with SIGKILL after step {killed.killed.step}; units made again: {killed.retries}"),
+        ("killed", f"process {killed.killed.pid} with SIGKILL after step {killed.killed.step}{again}"),
         ("state", f"{size(story.state_bytes)} after step {story.stopped}"),
         ("chain", f"{reference.chains[-1].hex()} (certifies all {story.steps} steps)"),
         ("mixture", mixture([s.name for s in recipe.sources], reference.pairs, _targets(story))),

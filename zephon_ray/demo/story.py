@@ -242,5 +242,5 @@ def _kill_a_worker() -> int:
                     return process.pid
         pause.wait(0.02)
     raise SystemFault(
-        f"no worker process was at work for {_AT_WORK_S:g} s, so none could be killed. The demo looks for one in /proc, which only Linux has"
+        f"no worker process was at work for {_AT_WORK_S:g} s, so none could be killed. The demo looks for one in /proc, which Linux has"
     )
