@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from tests.small import a_recipe
 from zephon_ray.cli.main import app, run_command
 from zephon_ray.cli.render import number, size
 from zephon_ray.errors import RunnerError
+from zephon_ray.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
 CASE = GOLDEN / "wrap_two_sources"
@@ -54,11 +55,17 @@ Cli = Callable[..., Said]
 def cli(capfd: pytest.CaptureFixture[str]) -> Cli:
     def run(*arguments: object) -> Said:
         capfd.readouterr()
-        code = run_command([str(a) for a in arguments])
+        code = run_command(_with_runner(arguments))
         out, err = capfd.readouterr()
         return Said(code=code, out=out, err=err)
 
     return run
+
+
+def _with_runner(arguments: Sequence[object]) -> list[str]:
+    """Commands that read run on threads, unless they say otherwise: Ray, the default, is slow to start, and has tests of its own."""
+    words = [str(a) for a in arguments]
+    return [*words, "--runner", "threads"] if words[:1] in (["run"], ["verify"]) and not {"--runner", "--help"} & {*words} else words
 
 
 @pytest.fixture
@@ -74,7 +81,7 @@ def _environment(**more: str) -> dict[str, str]:
 
 
 def _command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "zephon_ray", *map(str, arguments)]
+    return [sys.executable, "-m", "zephon_ray", *_with_runner(arguments)]
 
 
 def _expected(steps: int) -> list[str]:
@@ -147,6 +154,9 @@ def test_the_module_and_the_version(cli: Cli) -> None:
         ["verify", "nowhere", "--steps", "0:3"],
         ["verify", "nowhere", "--steps", "a:b"],
         ["verify", "nowhere", "--set", "lanes=4"],
+        ["run", RECIPE, "--steps", "1", "--address", "127.0.0.1:1"],
+        ["verify", str(CASE), "--address", "127.0.0.1:1"],
+        ["demo", "--runner", "threads", "--address", "127.0.0.1:1", "--dir", "/proc/no/such"],
         ["index", RECIPE, "--out", "/proc/no/such"],
         ["demo", "--steps", "1"],
     ],
@@ -182,6 +192,22 @@ def test_a_fault_of_ours_is_called_that_and_ends_with_3(cli: Cli, monkeypatch: p
     said = cli("run", RECIPE, "--steps", 1)
     assert said.code == 3
     assert "a fault of zephon-ray itself: ZeroDivisionError" in said.err
+
+
+def test_ray_is_the_default_and_joins_the_cluster_that_is_named_alone(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    def stream(recipe: Recipe, *, runner: str | None, address: str | None, **_: object) -> None:
+        asked.append((runner or recipe.execution.runner, address))
+        raise RunnerError("enough")
+
+    monkeypatch.setattr("zephon_ray.runs.Stream", stream)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    for arguments in (["--runner", "threads"], [], ["--address", "127.0.0.1:2"]):
+        assert run_command(["run", RECIPE, "--steps", "1", "--quiet", *arguments]) == 3
+    assert asked == [("threads", None), ("ray", None), ("ray", "127.0.0.1:2")]
+    assert "whatever RAY_ADDRESS says" in " ".join(cli("run", "--help").out.split())
+    assert "[default: ray]" in " ".join(cli("demo", "--help").out.split())
 
 
 # ------------------------------------------------------------------ validate, index, plan
@@ -372,7 +398,7 @@ def _wait_for_lines(path: Path, process: subprocess.Popen[bytes], lines: int) ->
 
 @pytest.mark.fault
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-@pytest.mark.parametrize("runner", ["threads", "processes"])
+@pytest.mark.parametrize("runner", ["threads", "processes", pytest.param("ray", marks=pytest.mark.xdist_group("ray"))])
 def test_a_signal_finishes_the_step_and_saves_where_it_stopped(
     cli: Cli, tmp_path: Path, sent: signal.Signals, code: int, runner: str
 ) -> None:
