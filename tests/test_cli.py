@@ -213,6 +213,13 @@ def test_ray_is_the_default_and_joins_the_cluster_that_is_named_alone(cli: Cli, 
 # ------------------------------------------------------------------ validate, index, plan
 
 
+@pytest.mark.parametrize("verb", ["validate", "index", "plan"])
+def test_what_makes_no_units_does_without_ray(cli: Cli, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    for module in ("ray", "zephon_ray.runners.ray_data", "zephon_ray.runners.ray_cluster"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert cli(verb, RECIPE, "--set", "execution.runner=ray").code == 0
+
+
 def test_validate_finds_nothing_wrong_with_a_golden_case(cli: Cli, golden_case: GoldenCase) -> None:
     assert cli("validate", golden_case.recipe).code == 0
 
