@@ -153,7 +153,7 @@ def test_the_kill_is_a_kill(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> 
         kill(pid, number)
 
     monkeypatch.setattr(story_module.os, "kill", watched)
-    told = tell(load_recipe(corpus.recipe), steps=6, runner="processes")
+    told = tell(load_recipe(corpus.recipe), steps=6, runner="threads")
     assert [number for _, number in sent] == [signal.SIGKILL]
     assert told.variants[1].killed is not None
     assert told.variants[1].killed.pid == sent[0][0]
