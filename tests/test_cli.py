@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import typer
 import zephon_ray
 from tests.golden_cases import GOLDEN, GoldenCase
 from tests.small import a_recipe
+from zephon_ray import runs
 from zephon_ray.cli.main import app, run_command
 from zephon_ray.cli.render import number, size
 from zephon_ray.errors import RunnerError
@@ -155,8 +156,7 @@ def test_the_module_and_the_version(cli: Cli) -> None:
         ["verify", "nowhere", "--steps", "a:b"],
         ["verify", "nowhere", "--set", "lanes=4"],
         ["run", RECIPE, "--steps", "1", "--address", "127.0.0.1:1"],
-        ["verify", str(CASE), "--address", "127.0.0.1:1"],
-        ["demo", "--runner", "threads", "--address", "127.0.0.1:1", "--dir", "/proc/no/such"],
+        ["demo", "--runner", "threads", "--address", "127.0.0.1:1"],
         ["index", RECIPE, "--out", "/proc/no/such"],
         ["demo", "--steps", "1"],
     ],
@@ -172,6 +172,7 @@ def test_a_mistake_is_told_in_a_sentence_and_ends_with_2(cli: Cli, arguments: li
     assert scripted.code == 2
     error = scripted.json["error"]
     assert error["kind"]
+    assert "--address" not in arguments or "address=127.0.0.1:1" in error["message"]
     assert error["problems"]
     assert all(problem in error["message"] for problem in error["problems"])
 
@@ -206,8 +207,9 @@ def test_ray_is_the_default_and_joins_the_cluster_that_is_named_alone(cli: Cli, 
     for arguments in (["--runner", "threads"], [], ["--address", "127.0.0.1:2"]):
         assert run_command(["run", RECIPE, "--steps", "1", "--quiet", *arguments]) == 3
     assert asked == [("threads", None), ("ray", None), ("ray", "127.0.0.1:2")]
-    assert "whatever RAY_ADDRESS says" in " ".join(cli("run", "--help").out.split())
-    assert "[default: ray]" in " ".join(cli("demo", "--help").out.split())
+    run_help, demo_help = (" ".join(cli(verb, "--help").out.replace("│", " ").split()) for verb in ("run", "demo"))
+    assert "whatever RAY_ADDRESS says" in run_help
+    assert "[default: ray]" in demo_help
 
 
 # ------------------------------------------------------------------ validate, index, plan
@@ -343,6 +345,15 @@ def test_quiet_says_nothing_and_the_summary_says_what_was_made(cli: Cli) -> None
     assert sum(m["realised"] for m in summary["mixture"].values()) == pytest.approx(1)
     text = cli("run", RECIPE, "--steps", 4).out
     assert all(word in text for word in ("target 70.00 %", "tokens/s", "CPU s a million tokens", "padding", "units read"))
+
+
+def test_the_cpu_of_a_cluster_that_was_joined_is_said_to_be_left_out(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    produce = runs.produce
+    monkeypatch.setattr(runs, "produce", lambda *a, **more: replace(produce(*a, **more), cpu_elsewhere=True))
+    summary = cli("run", RECIPE, "--steps", 2, "--json").json
+    assert summary["cpu_elsewhere"]
+    assert summary["cpu_seconds_per_mtok"] is None
+    assert "CPU s here; the cluster's are not counted" in cli("run", RECIPE, "--steps", 2).out
 
 
 def test_a_directory_is_continued_and_verified(cli: Cli, tmp_path: Path) -> None:

@@ -108,9 +108,18 @@ def runner_of(recipe: Recipe, runner: str | None, address: str | None) -> str:
         UserError: an address is given, and the runner has none.
     """
     name = runner or recipe.execution.runner
-    if address is not None and name != "ray":
-        raise UserError(f"address={address} is of a Ray cluster, and the runner is {name!r}. Use the runner 'ray', or give no address")
+    check_address(name, address)
     return name
+
+
+def check_address(runner: str, address: str | None) -> None:
+    """Refuse an address for a runner that has none.
+
+    Raises:
+        UserError: that it is so.
+    """
+    if address is not None and runner != "ray":
+        raise UserError(f"address={address} is of a Ray cluster, and the runner is {runner!r}. Use the runner 'ray', or give no address")
 
 
 def _close(runner: Runner, prefetch: Prefetch | None) -> None:

@@ -15,12 +15,14 @@ from zephon_ray.demo.story import Story, Variant, tell
 from zephon_ray.errors import DifferenceError
 from zephon_ray.forecast import mixture_bound
 from zephon_ray.recipe import load_recipe
+from zephon_ray.stream import check_address
 
 _PREFIX = 12
 
 
 def demonstrate(directory: str, steps: int, runner: str, address: str | None, *, as_json: bool) -> int:
     """Build the corpus, tell the story, show both. Returns the exit code; a difference is raised."""
+    check_address(runner, address)
     corpus = build_corpus(Path(directory), say=lambda sentence: say(f"demo: {sentence}"))
     recipe = load_recipe(corpus.recipe)
     story = tell(recipe, steps=steps, runner=runner, address=address, say=lambda sentence: say(f"demo: {sentence}"))

@@ -29,7 +29,7 @@ from zephon_ray.runners.base import Job
 from zephon_ray.runners.hold import held
 from zephon_ray.runners.registry import default_workers
 from zephon_ray.state import Identity
-from zephon_ray.stream import Stream, runner_of
+from zephon_ray.stream import Stream, check_address
 from zephon_ray.telemetry import CpuMeter, descendants
 
 LEAST_STEPS = 6
@@ -150,7 +150,8 @@ def tell(recipe: Recipe, *, steps: int, runner: str, address: str | None = None,
         raise UserError(f"steps={steps}: the demo needs at least {LEAST_STEPS}, to kill, to stop and to go on. Use --steps {LEAST_STEPS}")
     for dp_size in (2, 4, 8):
         recipe.check_dp(0, dp_size)
-    telling = _Telling(recipe, runner_of(recipe, runner, address), address, say)
+    check_address(runner, address)
+    telling = _Telling(recipe, runner, address, say)
     kill, stop = steps // 3, 2 * steps // 3
     if runner == "ray":
         say("starting Ray on this machine" if address is None else f"joining the Ray cluster at {address}")
