@@ -36,7 +36,7 @@ LEAST_STEPS = 6
 """So that there is a step to kill at, one to stop at, and one to go on with."""
 
 _WORKERS = (b"zephon_ray.runners.worker", b"ReadZephonUnits")
-"""What the command lines of workers hold: of "processes" always, of "ray" while they are at work."""
+"""What the command lines of workers hold: of "processes" always, of "ray" while they are at work (the name of its tasks)."""
 
 _AT_WORK_S = 20.0
 """How long a worker is awaited that is at work."""
