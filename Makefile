@@ -12,7 +12,7 @@ PYTEST := $(BIN)/python -m pytest
 .PHONY: help demo test test-all check bench format clean
 
 help:
-	@echo 'make demo      set up, then run the pipeline on real text and show that it can be resumed bit for bit'
+	@echo 'make demo      set up, then run the pipeline on real text, on Ray, and show that it can be resumed bit for bit'
 	@echo 'make test      set up, then run the tests (minutes)'
 	@echo 'make test-all  the tests with their long forms'
 	@echo 'make check     ruff, mypy --strict, import-linter, pip check'

@@ -12,8 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,11 @@ import typer
 import zephon_ray
 from tests.golden_cases import GOLDEN, GoldenCase
 from tests.small import a_recipe
+from zephon_ray import runs
 from zephon_ray.cli.main import app, run_command
 from zephon_ray.cli.render import number, size
 from zephon_ray.errors import RunnerError
+from zephon_ray.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
 CASE = GOLDEN / "wrap_two_sources"
@@ -54,11 +56,17 @@ Cli = Callable[..., Said]
 def cli(capfd: pytest.CaptureFixture[str]) -> Cli:
     def run(*arguments: object) -> Said:
         capfd.readouterr()
-        code = run_command([str(a) for a in arguments])
+        code = run_command(_with_runner(arguments))
         out, err = capfd.readouterr()
         return Said(code=code, out=out, err=err)
 
     return run
+
+
+def _with_runner(arguments: Sequence[object]) -> list[str]:
+    """Commands that read run on threads, unless they say otherwise: Ray, the default, is slow to start, and has tests of its own."""
+    words = [str(a) for a in arguments]
+    return [*words, "--runner", "threads"] if words[:1] in (["run"], ["verify"]) and not {"--runner", "--help"} & {*words} else words
 
 
 @pytest.fixture
@@ -74,7 +82,7 @@ def _environment(**more: str) -> dict[str, str]:
 
 
 def _command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "zephon_ray", *map(str, arguments)]
+    return [sys.executable, "-m", "zephon_ray", *_with_runner(arguments)]
 
 
 def _expected(steps: int) -> list[str]:
@@ -147,6 +155,8 @@ def test_the_module_and_the_version(cli: Cli) -> None:
         ["verify", "nowhere", "--steps", "0:3"],
         ["verify", "nowhere", "--steps", "a:b"],
         ["verify", "nowhere", "--set", "lanes=4"],
+        ["run", RECIPE, "--steps", "1", "--address", "127.0.0.1:1"],
+        ["demo", "--runner", "threads", "--address", "127.0.0.1:1"],
         ["index", RECIPE, "--out", "/proc/no/such"],
         ["demo", "--steps", "1"],
     ],
@@ -162,6 +172,7 @@ def test_a_mistake_is_told_in_a_sentence_and_ends_with_2(cli: Cli, arguments: li
     assert scripted.code == 2
     error = scripted.json["error"]
     assert error["kind"]
+    assert "--address" not in arguments or "address=127.0.0.1:1" in error["message"]
     assert error["problems"]
     assert all(problem in error["message"] for problem in error["problems"])
 
@@ -184,7 +195,31 @@ def test_a_fault_of_ours_is_called_that_and_ends_with_3(cli: Cli, monkeypatch: p
     assert "a fault of zephon-ray itself: ZeroDivisionError" in said.err
 
 
+def test_ray_is_the_default_and_joins_the_cluster_that_is_named_alone(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    def stream(recipe: Recipe, *, runner: str | None, address: str | None, **_: object) -> None:
+        asked.append((runner or recipe.execution.runner, address))
+        raise RunnerError("enough")
+
+    monkeypatch.setattr("zephon_ray.runs.Stream", stream)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    for arguments in (["--runner", "threads"], [], ["--address", "127.0.0.1:2"]):
+        assert run_command(["run", RECIPE, "--steps", "1", "--quiet", *arguments]) == 3
+    assert asked == [("threads", None), ("ray", None), ("ray", "127.0.0.1:2")]
+    run_help, demo_help = (" ".join(cli(verb, "--help").out.replace("│", " ").split()) for verb in ("run", "demo"))
+    assert "whatever RAY_ADDRESS says" in run_help
+    assert "[default: ray]" in demo_help
+
+
 # ------------------------------------------------------------------ validate, index, plan
+
+
+@pytest.mark.parametrize("verb", ["validate", "index", "plan"])
+def test_what_makes_no_units_does_without_ray(cli: Cli, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    for module in ("ray", "zephon_ray.runners.ray_data", "zephon_ray.runners.ray_cluster"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert cli(verb, RECIPE, "--set", "execution.runner=ray").code == 0
 
 
 def test_validate_finds_nothing_wrong_with_a_golden_case(cli: Cli, golden_case: GoldenCase) -> None:
@@ -312,6 +347,15 @@ def test_quiet_says_nothing_and_the_summary_says_what_was_made(cli: Cli) -> None
     assert all(word in text for word in ("target 70.00 %", "tokens/s", "CPU s a million tokens", "padding", "units read"))
 
 
+def test_the_cpu_of_a_cluster_that_was_joined_is_said_to_be_left_out(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    produce = runs.produce
+    monkeypatch.setattr(runs, "produce", lambda *a, **more: replace(produce(*a, **more), cpu_elsewhere=True))
+    summary = cli("run", RECIPE, "--steps", 2, "--json").json
+    assert summary["cpu_elsewhere"]
+    assert summary["cpu_seconds_per_mtok"] is None
+    assert "CPU s here; the cluster's are not counted" in cli("run", RECIPE, "--steps", 2).out
+
+
 def test_a_directory_is_continued_and_verified(cli: Cli, tmp_path: Path) -> None:
     out = tmp_path / "run"
     cli("run", RECIPE, "--steps", 3, "--out", out, "--quiet")
@@ -363,7 +407,7 @@ def test_a_stream_that_ends_early_is_no_error(cli: Cli) -> None:
 
 
 def _wait_for_lines(path: Path, process: subprocess.Popen[bytes], lines: int) -> None:
-    deadline, pause = time.monotonic() + 60, threading.Event()
+    deadline, pause = time.monotonic() + 90, threading.Event()
     while path.read_bytes().count(b"\n") < lines:
         assert process.poll() is None, "it ended by itself"
         assert time.monotonic() < deadline
@@ -371,8 +415,13 @@ def _wait_for_lines(path: Path, process: subprocess.Popen[bytes], lines: int) ->
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-@pytest.mark.parametrize("runner", ["threads", "processes"])
+@pytest.mark.parametrize(
+    ("sent", "code", "runner"),
+    [
+        *((sent, code, runner) for runner in ("threads", "processes") for sent, code in ((signal.SIGTERM, 0), (signal.SIGINT, 130))),
+        pytest.param(signal.SIGTERM, 0, "ray", marks=pytest.mark.xdist_group("ray")),  # Ray itself is ended by it
+    ],
+)
 def test_a_signal_finishes_the_step_and_saves_where_it_stopped(
     cli: Cli, tmp_path: Path, sent: signal.Signals, code: int, runner: str
 ) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from zephon_ray.demo.texts import code_texts, prose_texts
 from zephon_ray.errors import UserError
 from zephon_ray.loader import Loader
 from zephon_ray.recipe import load_recipe
+from zephon_ray.runners.hold import held
 
 SMALL = CorpusSize(
     code_bytes=400_000, prose_bytes=100_000, whole=False, vocabulary=600, sample_bytes=100_000, sequence_length=256, global_batch_size=32
@@ -38,7 +41,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 @pytest.fixture(scope="module")
 def story(corpus: Corpus) -> Story:
-    return tell(load_recipe(corpus.recipe), steps=STEPS)
+    return tell(load_recipe(corpus.recipe), steps=STEPS, runner="threads")
 
 
 # ------------------------------------------------------------------ corpus
@@ -136,7 +139,7 @@ def test_the_digests_are_those_of_the_rows_of_the_ranks(corpus: Corpus, monkeypa
         return dataclasses.replace(part, inputs=inputs)
 
     monkeypatch.setattr(GlobalBatch, "of_rank", spoiled)
-    told = tell(load_recipe(corpus.recipe), steps=6)
+    told = tell(load_recipe(corpus.recipe), steps=6, runner="threads")
     assert told.differing == [(6, "resumed at dp 2")]
 
 
@@ -150,15 +153,52 @@ def test_the_kill_is_a_kill(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> 
         kill(pid, number)
 
     monkeypatch.setattr(story_module.os, "kill", watched)
-    told = tell(load_recipe(corpus.recipe), steps=6)
+    told = tell(load_recipe(corpus.recipe), steps=6, runner="threads")
     assert [number for _, number in sent] == [signal.SIGKILL]
     assert told.variants[1].killed is not None
     assert told.variants[1].killed.pid == sent[0][0]
 
 
+@pytest.mark.fault
+@pytest.mark.xdist_group("ray")
+def test_the_story_on_ray_is_the_same_with_a_worker_killed_at_work(
+    corpus: Corpus, story: Story, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    killed: list[str] = []
+    kill = os.kill
+
+    def watched(pid: int, number: int) -> None:
+        if number == signal.SIGKILL:
+            killed.append(" ".join(psutil.Process(pid).cmdline()))
+            assert psutil.Process() in psutil.Process(pid).parents()
+        kill(pid, number)
+
+    monkeypatch.setattr(story_module.os, "kill", watched)
+    told = tell(load_recipe(corpus.recipe), steps=STEPS, runner="ray")
+    assert told.differing == []
+    assert told.variants[0].digests == story.variants[0].digests
+    assert [v.runner for v in told.variants] == ["ray"] * 4
+    assert told.variants[1].killed is not None
+    assert told.variants[1].killed.step == 4
+    assert "ReadZephonUnits" in killed[0]
+    assert not psutil.pid_exists(told.variants[1].killed.pid)
+    assert all(v.cpu_seconds > 0 for v in told.variants)
+    assert capfd.readouterr() == ("", ""), "Ray says nothing"
+
+
+def test_a_cluster_is_held_open_for_ray_alone(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zephon_ray.runners.ray_cluster", None)
+    recipe = load_recipe(corpus.recipe)
+    for runner in ("inline", "threads", "processes"):
+        with held(runner, recipe):
+            pass
+    with pytest.raises(ImportError), held("ray", recipe):
+        pass
+
+
 def test_too_few_steps_are_refused(corpus: Corpus) -> None:
     with pytest.raises(UserError, match="at least 6"):
-        tell(load_recipe(corpus.recipe), steps=5)
+        tell(load_recipe(corpus.recipe), steps=5, runner="threads")
 
 
 # ------------------------------------------------------------------ command
@@ -172,7 +212,7 @@ def short(monkeypatch: pytest.MonkeyPatch, corpus: Corpus) -> Path:
 
 
 def test_the_command_shows_one_table_and_what_to_try_next(short: Path, capfd: pytest.CaptureFixture[str], story: Story) -> None:
-    assert run_command(["demo", "--dir", str(short), "--steps", str(STEPS)]) == 0
+    assert run_command(["demo", "--dir", str(short), "--steps", str(STEPS), "--runner", "threads"]) == 0
     out, err = capfd.readouterr()
     assert "\x1b" not in out, "not a terminal"
     for variant in story.variants:
@@ -186,7 +226,7 @@ def test_the_command_shows_one_table_and_what_to_try_next(short: Path, capfd: py
 
 def test_what_to_try_next_works(short: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(short.parent)
-    assert run_command(["demo", "--dir", short.name, "--steps", "6"]) == 0
+    assert run_command(["demo", "--dir", short.name, "--steps", "6", "--runner", "threads"]) == 0
     commands = capfd.readouterr().out.split("What to try next:")[1].strip().splitlines()
     verbs = ("plan", "run", "verify")
     for verb, command in zip(verbs, commands, strict=True):

@@ -30,15 +30,16 @@ class Loader:
         recipe: a recipe, or the path of one.
         runner: "inline", "threads", "processes" or "ray"; None for the recipe's.
         workers: how many read and tokenise; None for as many as the recipe allows and the machine or cluster has.
-        address: of a Ray cluster ("host:port"); None for one of its own. A process that is in a cluster already stays in it.
+        address: of a Ray cluster ("host:port"), for the runner "ray"; None for one of its own, whatever RAY_ADDRESS says. A process
+            that is in a cluster already stays in it.
         dp_rank: in [0, dp_world_size).
         dp_world_size: a divisor of `global_batch_size`. It may differ from that of the run that saved the state.
         state: what `state_dict` gave; None for the beginning.
 
     Raises:
         RecipeError: the recipe is wrong, or the data-parallel size does not fit it.
-        When first used also UserError (it is closed), SourceError, StateError, StorageError; while iterating BadRecordError, SourceError,
-        DataChangedError, StorageError, RunnerError.
+        When first used also UserError (it is closed, or was given an address and its runner has none), SourceError, StateError,
+        StorageError; while iterating BadRecordError, SourceError, DataChangedError, StorageError, RunnerError.
     """
 
     def __init__(

@@ -249,7 +249,7 @@ class ExecutionSpec(Fields):
         stall_seconds: without a unit from Ray before its execution is given up and opened again.
     """
 
-    runner: Literal["ray", "processes", "threads", "inline"] = "threads"
+    runner: Literal["ray", "processes", "threads", "inline"] = "ray"
     workers: WorkersSpec = WorkersSpec()
     lane_workers: Count = 1
     prefetch_steps: Annotated[int, Field(ge=0, lt=1 << 31)] = 8

@@ -5,15 +5,16 @@ A run is made of steps; its directory holds what each of them was. Nothing here 
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 
 from zephon_ray.batches import GlobalBatch, fold, row_digests
 from zephon_ray.collector import prepare
-from zephon_ray.errors import ReplayError, RunDirectoryError, UserError
+from zephon_ray.errors import ReplayError, RunDirectoryError, RunnerError, UserError
 from zephon_ray.ledger import Ledger, LedgerLine, LedgerReader, Recorded, differing_fields
 from zephon_ray.ledger.line import NO_CHAIN, describe
 from zephon_ray.recipe import Recipe
@@ -22,8 +23,13 @@ from zephon_ray.rundir import STATE_EVERY, RunDirectory
 from zephon_ray.runners.base import Job, RunnerStats
 from zephon_ray.state import Identity, StreamState, from_bytes, to_bytes
 from zephon_ray.storage import Storage
-from zephon_ray.stream import Stream
-from zephon_ray.telemetry import cpu_seconds
+from zephon_ray.stream import Stream, runner_of
+from zephon_ray.telemetry import CpuMeter
+
+LAST_STEP_S = 5.0
+"""How long a run that is to stop waits for the step in hand."""
+
+_WATCH_S = 0.2
 
 OnStep = Callable[[GlobalBatch], None]
 
@@ -41,7 +47,8 @@ class RunSummary:
         pairs: of each source, pairs begun since the run began.
         made_pairs: of each source, by the new steps.
         padding: padding pairs of the new steps.
-        seconds, cpu_seconds: wall clock, and CPU of this process and its workers.
+        seconds, cpu_seconds: wall clock, and CPU of this process and of those that it started, workers among them.
+        cpu_elsewhere: units were made on a cluster that was joined, whose CPU is not in `cpu_seconds`.
         stats: the runner's; None where nothing was to be made.
     """
 
@@ -55,6 +62,7 @@ class RunSummary:
     padding: int
     seconds: float
     cpu_seconds: float
+    cpu_elsewhere: bool
     stats: RunnerStats | None
 
 
@@ -75,6 +83,7 @@ def produce(
     out: str | None = None,
     runner: str | None = None,
     workers: int | None = None,
+    address: str | None = None,
     dp_size: int = 1,
     on_step: OnStep | None = None,
     stop: Callable[[], bool] | None = None,
@@ -87,32 +96,43 @@ def produce(
         out: the run's directory (a path or URL); an existing one is continued. None writes nothing.
         runner: as `Stream` has it.
         workers: as `Stream` has it.
+        address: as `Stream` has it.
         dp_size: for more than one, the rows of every rank are cut, hashed and folded again, and must give the batch's digest.
         on_step: called with every new step, once it is in the ledger.
-        stop: asked after every step whether to end early.
+        stop: asked again and again, from any thread, whether to end early. The step in hand then gets `LAST_STEP_S`.
 
     Raises:
         RecipeError, SourceError, StorageError, BadRecordError, DataChangedError, RunnerError: as `Stream`.
         RunDirectoryError: `out` belongs to another run or another writer.
+        UserError: `dp_size`, `steps` or `address` does not fit.
         ReplayError: a step that is made again differs from the ledger, or a rank's rows from the batch.
     """
     recipe.check_dp(0, dp_size)
+    runner = runner_of(recipe, runner, address)
     if steps < 0:
         raise UserError(f"steps={steps} is below 0. Give the last step to make, 0 or more")
-    began, cpu = time.monotonic(), cpu_seconds()
+    began, cpu = time.monotonic(), CpuMeter()
     prepared = prepare(recipe)
     with _Writer.open(recipe, out, prepared) if out is not None else nullcontext() as writer:
         before = writer.ledger.last if writer else None
         made = _Made(sources=len(recipe.sources), before=before, last=before)
         if made.last_step < steps:
             state, recorded = writer.resume() if writer else (None, None)
-            stream = Stream(recipe, runner=runner, workers=workers, state=state, recorded=recorded, prepared=prepared)
-            with closing(stream):
-                _make(stream, steps, writer, dp_size, on_step, stop, made)
+            stream = Stream(recipe, runner=runner, workers=workers, address=address, state=state, recorded=recorded, prepared=prepared)
+            with closing(stream), _stopping(stream, stop) as stopped:
+                try:
+                    for batch in _batches(stream, steps, stopped, made):
+                        _check_ranks(batch, dp_size)
+                        _note(batch, writer, on_step, made)
+                        cpu.look()
+                finally:
+                    if writer:
+                        writer.save()  # before the stream is closed, which can take long where its workers were stopped too
                 made.stats = stream.stats()
+                cpu.look(now=True)
     if writer:
         writer.directory.audit("stopped", step=made.last_step, ended=made.ended)
-    return made.summary(time.monotonic() - began, cpu_seconds() - cpu)
+    return made.summary(time.monotonic() - began, cpu.seconds(), cpu_elsewhere=address is not None and made.stats is not None)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -136,7 +156,7 @@ class _Made:
     def last_step(self) -> int:
         return self.last.step if self.last else 0
 
-    def summary(self, seconds: float, cpu: float) -> RunSummary:
+    def summary(self, seconds: float, cpu: float, *, cpu_elsewhere: bool) -> RunSummary:
         """All of it, made in so many seconds of wall clock and of CPU."""
         nothing = (0,) * self.sources
         pairs, pairs_before = self.last.pairs if self.last else nothing, self.before.pairs if self.before else nothing
@@ -151,30 +171,59 @@ class _Made:
             padding=self.padding,
             seconds=seconds,
             cpu_seconds=cpu,
+            cpu_elsewhere=cpu_elsewhere,
             stats=self.stats,
         )
 
 
-def _make(
-    stream: Stream,
-    steps: int,
-    writer: _Writer | None,
-    dp_size: int,
-    on_step: OnStep | None,
-    stop: Callable[[], bool] | None,
-    made: _Made,
-) -> None:
-    while stream.state.step < steps and not (stop and stop()):
-        batch = stream.next_batch()
+def _batches(stream: Stream, steps: int, stopped: Callable[[], bool], made: _Made) -> Iterator[GlobalBatch]:
+    """Up to step `steps`, to the end of the stream, or to where it is stopped."""
+    while stream.state.step < steps and not stopped():
+        try:
+            batch = stream.next_batch()
+        except RunnerError:
+            if stopped():
+                return
+            raise
         if batch is None:
-            made.ended = True
+            made.ended = not stopped()
             return
-        _check_ranks(batch, dp_size)
-        line = batch.ledger_line
-        if writer is None or writer.write(line, batch.state):
-            made.last, made.padding = line, made.padding + batch.padding
-            if on_step:
-                on_step(batch)
+        yield batch
+
+
+@contextmanager
+def _stopping(stream: Stream, stop: Callable[[], bool] | None) -> Iterator[Callable[[], bool]]:
+    """Gives whether to stop. When it is time, the step in hand gets some seconds more, and then the stream is closed.
+
+    For who stops us may stop our workers too, as schedulers do with all processes of a job; then no further step comes.
+    """
+    if stop is None:
+        yield lambda: False
+        return
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(_WATCH_S):
+            if stop():
+                if not over.wait(LAST_STEP_S):
+                    stream.close()
+                return
+
+    watcher = threading.Thread(target=watch, name="zephon-stop", daemon=True)
+    watcher.start()
+    try:
+        yield stop
+    finally:
+        over.set()
+        watcher.join()
+
+
+def _note(batch: GlobalBatch, writer: _Writer | None, on_step: OnStep | None, made: _Made) -> None:
+    line = batch.ledger_line
+    if writer is None or writer.write(line, batch.state):
+        made.last, made.padding = line, made.padding + batch.padding
+        if on_step:
+            on_step(batch)
 
 
 def _check_ranks(batch: GlobalBatch, dp_size: int) -> None:
@@ -259,6 +308,7 @@ def verify(
     last: int | None = None,
     runner: str | None = None,
     workers: int | None = None,
+    address: str | None = None,
     on_step: OnStep | None = None,
 ) -> VerifySummary:
     """Make steps first..last again, from the nearest state, and compare every field of their ledger lines.
@@ -270,6 +320,7 @@ def verify(
         last: at least `first`; None for the ledger's last step.
         runner: as `Stream` has it.
         workers: as `Stream` has it.
+        address: as `Stream` has it.
         on_step: called with every step that was found equal.
 
     Raises:
@@ -291,7 +342,10 @@ def verify(
     found = directory.states.nearest(first - 1, lambda data: from_bytes(data, identity))
     state = from_bytes(found[1], identity) if found else None
     recorded = recorded_since(ledger, state, len(recipe.sources))
-    stream = Stream(recipe, runner=runner, workers=workers, state=found[1] if found else None, recorded=recorded, prepared=(job, identity))
+    stream = Stream(
+        recipe, runner=runner, workers=workers, address=address, state=found[1] if found else None, recorded=recorded,
+        prepared=(job, identity),
+    )  # fmt: skip
     with closing(stream):
         for line in ledger.lines(stream.state.step + 1, last):
             _compare(line, stream.next_batch(), on_step)

@@ -11,6 +11,7 @@ import weakref
 
 from zephon_ray.batches import GlobalBatch
 from zephon_ray.collector import Collector, prepare
+from zephon_ray.errors import UserError
 from zephon_ray.ledger import Recorded
 from zephon_ray.prefetch import Prefetch
 from zephon_ray.recipe import Recipe
@@ -31,7 +32,8 @@ class Stream:
         recipe: checked already.
         runner: its name; None for the recipe's.
         workers: of the runner; None for as many as the recipe allows and the machine or cluster has.
-        address: of a Ray cluster ("host:port"), for the runner "ray"; None for one of its own. A process in a cluster stays in it.
+        address: of a Ray cluster ("host:port"), for the runner "ray"; None for one of its own, whatever RAY_ADDRESS says. A process
+            in a cluster stays in it.
         state: bytes of a state; None for the beginning.
         recorded: digests of windows that will be read again, to be compared.
         prepared: what `prepare(recipe)` gave, where the caller has it.
@@ -39,6 +41,7 @@ class Stream:
     Raises:
         RecipeError, SourceError, StorageError: the tokenizer or the data cannot be used.
         StateError: the state is damaged or belongs to another run.
+        UserError: an address for a runner that has none.
     """
 
     def __init__(
@@ -52,9 +55,9 @@ class Stream:
         recorded: Recorded | None = None,
         prepared: tuple[Job, Identity] | None = None,
     ) -> None:
+        name = runner_of(recipe, runner, address)
         job, self.identity = prepared or prepare(recipe)
         start = None if state is None else from_bytes(state, self.identity)
-        name = runner or recipe.execution.runner
         for sentence in idle_options(recipe):
             _log.warning("%s", sentence)
         self._runner = make_runner(name, recipe, workers=workers, address=address)
@@ -96,6 +99,27 @@ class Stream:
     def close(self) -> None:
         """End threads and processes; again does nothing."""
         self._closer()
+
+
+def runner_of(recipe: Recipe, runner: str | None, address: str | None) -> str:
+    """The name of the runner, where it is None that of the recipe.
+
+    Raises:
+        UserError: an address is given, and the runner has none.
+    """
+    name = runner or recipe.execution.runner
+    check_address(name, address)
+    return name
+
+
+def check_address(runner: str, address: str | None) -> None:
+    """Refuse an address for a runner that has none.
+
+    Raises:
+        UserError: that it is so.
+    """
+    if address is not None and runner != "ray":
+        raise UserError(f"address={address} is of a Ray cluster, and the runner is {runner!r}. Use the runner 'ray', or give no address")
 
 
 def _close(runner: Runner, prefetch: Prefetch | None) -> None:

@@ -5,10 +5,92 @@ What runners count of their work stands in `runners.base.RunnerStats`.
 
 from __future__ import annotations
 
+import os
 import resource
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+_LOOK_S = 1.0
 
 
-def cpu_seconds() -> float:
-    """CPU seconds, user and system, of this process and of its child processes that have ended."""
-    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Process:
+    """A process as /proc tells of it.
+
+    Args:
+        pid, parent: process ids.
+        born: clock ticks after the machine's start; with the pid it names one process for ever.
+        cpu_seconds: user and system, of its own.
+        waited_seconds: the same, of its children that have ended and that it waited for.
+    """
+
+    pid: int
+    parent: int
+    born: int
+    cpu_seconds: float
+    waited_seconds: float
+
+
+def descendants() -> list[Process]:
+    """The processes that this one started, and theirs, in order of pid. Empty where there is no /proc."""
+    found = {process.pid: process for process in _processes()}
+    families = {os.getpid()}
+    size = 0
+    while size < len(families):
+        size = len(families)
+        families |= {process.pid for process in found.values() if process.parent in families}
+    return [found[pid] for pid in sorted(families - {os.getpid()}) if pid in found]
+
+
+def _processes() -> Iterator[Process]:
+    ticks = os.sysconf("SC_CLK_TCK")
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, IndexError):  # it ended in the meantime
+            # Of `man 5 proc_pid_stat`, the fields behind the name, which may hold anything: state is the first of them.
+            fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            own, waited = (int(fields[i]) + int(fields[i + 1]) for i in (11, 13))
+            yield Process(
+                pid=int(entry.name), parent=int(fields[1]), born=int(fields[19]), cpu_seconds=own / ticks, waited_seconds=waited / ticks
+            )
+
+
+class CpuMeter:
+    """CPU seconds, user and system, since it was made: of this process and of its descendants, those of Ray too.
+
+    Not every parent waits for its children (Ray's does not), so what one used would be lost with it. Therefore each descendant
+    counts by what it had used when it was last seen. What nobody waits for and nobody saw is not counted.
+    """
+
+    def __init__(self) -> None:
+        self._began = _used(resource.RUSAGE_SELF) + _used(resource.RUSAGE_CHILDREN)
+        seen = {(process.pid, process.born): process for process in descendants()}
+        self._first, self._last = seen, dict(seen)
+        self._looked = time.monotonic()
+
+    def look(self, *, now: bool = False) -> None:
+        """See what runs: at most once a second, or `now`."""
+        if now or time.monotonic() - self._looked > _LOOK_S:
+            self._last |= {(process.pid, process.born): process for process in descendants()}
+            self._looked = time.monotonic()
+
+    def seconds(self) -> float:
+        """What was used up to now. Ask before workers are ended, or look."""
+        self.look(now=True)
+        alive = {(process.pid, process.born) for process in descendants()}
+        total = _used(resource.RUSAGE_SELF) + _used(resource.RUSAGE_CHILDREN) - self._began
+        for key, last in self._last.items():
+            first = self._first.get(key, replace(last, cpu_seconds=0.0, waited_seconds=0.0))
+            if last.parent == os.getpid() and key not in alive:
+                # It is among the children waited for, with all its life and with those it waited for itself, which count below.
+                total -= first.cpu_seconds + last.waited_seconds
+            else:
+                total += last.cpu_seconds - first.cpu_seconds
+        return max(0.0, total)
+
+
+def _used(who: int) -> float:
+    usage = resource.getrusage(who)
+    return usage.ru_utime + usage.ru_stime

@@ -31,7 +31,7 @@ def test_defaults_are_those_of_the_design() -> None:
     source = recipe_from_dict(plain(sources=[{"name": "a", "uri": "a"}]), "/data").sources[0]
     assert (source.weight, source.text_field, source.format, source.epochs, source.max_bad_records) == (1, "text", None, None, None)
     execution = recipe.execution
-    assert (execution.runner, execution.workers.min, execution.workers.max, execution.lane_workers) == ("threads", 1, 8, 1)
+    assert (execution.runner, execution.workers.min, execution.workers.max, execution.lane_workers) == ("ray", 1, 8, 1)
     assert (execution.prefetch_steps, execution.hot_replay_bytes, execution.token_cache) == (8, None, None)
 
 

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.small import a_recipe, documents, write_lines
+from zephon_ray import runs
+from zephon_ray.batches import GlobalBatch
 from zephon_ray.errors import DataChangedError, DifferenceError, RecipeError, ReplayError, RunDirectoryError, UserError
 from zephon_ray.ledger import LedgerReader
+from zephon_ray.loader import Loader
 from zephon_ray.recipe import Recipe
 from zephon_ray.runs import produce, verify
 from zephon_ray.storage import Storage
+from zephon_ray.telemetry import descendants
 
 TWO = {"a": {"weight": 0.7}, "b": {"weight": 0.3}}
 
@@ -54,6 +61,49 @@ def test_the_ledger_counts_what_was_left_out_at_the_step_that_first_uses_it(tmp_
     assert [n for _, n in counted] == [1, 1]
     assert counted[0][0] == 1
     assert counted[1][0] > 100
+
+
+@pytest.mark.fault
+def test_a_run_that_is_to_stop_does_not_wait_for_workers_that_were_stopped_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "LAST_STEP_S", 0.3)
+    recipe = a_recipe(tmp_path, execution={"runner": "processes", "prefetch_steps": 0, "workers": {"max": 1}})
+    frozen, waiting, main = threading.Event(), threading.Event(), threading.get_ident()
+
+    def freeze(batch: GlobalBatch) -> None:
+        if batch.step == 2:
+            for process in descendants():
+                if b"zephon_ray.runners.worker" in Path(f"/proc/{process.pid}/cmdline").read_bytes():
+                    os.kill(process.pid, signal.SIGSTOP)
+                    frozen.set()
+
+    def stop() -> bool:
+        """True as soon as the run waits for a step after the workers were frozen."""
+        if frozen.is_set() and threading.get_ident() == main and not waiting.is_set():
+            waiting.set()
+            return False
+        return waiting.is_set()
+
+    began = time.monotonic()
+    summary = produce(recipe, steps=10**6, out=str(tmp_path / "run"), on_step=freeze, stop=stop)
+    assert time.monotonic() - began < 60
+    assert frozen.is_set()
+    assert summary.last_step >= 2
+    assert not summary.ended
+    assert (tmp_path / "run" / "states" / f"{summary.last_step:012d}.json").exists()
+    last = summary.last_step + 3
+    assert produce(recipe, steps=last, out=str(tmp_path / "run"), runner="inline").last_step == last
+    assert verify(str(tmp_path / "run"), runner="inline").steps == last
+
+
+def test_an_address_is_for_ray_alone_and_refused_before_anything_is_written(tmp_path: Path) -> None:
+    recipe = a_recipe(tmp_path)
+    for act in (
+        lambda: produce(recipe, steps=1, out=str(tmp_path / "run"), address="127.0.0.1:1"),
+        lambda: next(Loader(recipe, runner="threads", address="127.0.0.1:1")),
+    ):
+        with pytest.raises(UserError, match=r"address=127.0.0.1:1 .* runner is '(inline|threads)'"):
+            act()
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_end_of_the_stream_is_the_end_of_the_run(tmp_path: Path) -> None:

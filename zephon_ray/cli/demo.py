@@ -15,14 +15,17 @@ from zephon_ray.demo.story import Story, Variant, tell
 from zephon_ray.errors import DifferenceError
 from zephon_ray.forecast import mixture_bound
 from zephon_ray.recipe import load_recipe
+from zephon_ray.stream import check_address
 
 _PREFIX = 12
 
 
-def demonstrate(directory: str, steps: int, runner: str, *, as_json: bool) -> int:
+def demonstrate(directory: str, steps: int, runner: str, address: str | None, *, as_json: bool) -> int:
     """Build the corpus, tell the story, show both. Returns the exit code; a difference is raised."""
+    check_address(runner, address)
     corpus = build_corpus(Path(directory), say=lambda sentence: say(f"demo: {sentence}"))
-    story = tell(load_recipe(corpus.recipe), steps=steps, runner=runner, say=lambda sentence: say(f"demo: {sentence}"))
+    recipe = load_recipe(corpus.recipe)
+    story = tell(recipe, steps=steps, runner=runner, address=address, say=lambda sentence: say(f"demo: {sentence}"))
     if as_json:
         emit(_report(corpus, story))
     else:
@@ -72,14 +75,16 @@ def _run_facts(story: Story) -> list[tuple[str, str]]:
     bound = max(mixture_bound(recipe, target) for target in _targets(story))
     killed = next(v for v in story.variants if v.killed)
     assert killed.killed is not None
+    again = f"; units made again: {killed.retries}" if killed.retries else ""
+    cpu = f"{reference.cpu_seconds / _tokens(reference, batch) * 1e6:.2f} s a million tokens"
     return [
-        ("killed", f"process {killed.killed.pid} with SIGKILL after step {killed.killed.step}; units made again: {killed.retries}"),
+        ("killed", f"process {killed.killed.pid} with SIGKILL after step {killed.killed.step}{again}"),
         ("state", f"{size(story.state_bytes)} after step {story.stopped}"),
         ("chain", f"{reference.chains[-1].hex()} (certifies all {story.steps} steps)"),
         ("mixture", mixture([s.name for s in recipe.sources], reference.pairs, _targets(story))),
         ("", f"proven: never more than {bound:,} pairs a lane off, here {bound * recipe.lanes / (story.steps * batch):.1%} and ever less"),
         ("speed", "; ".join(f"{v.name} {number(_tokens(v, batch) / v.seconds)} tokens/s" for v in story.variants)),
-        ("CPU", f"{reference.cpu_seconds / _tokens(reference, batch) * 1e6:.2f} s a million tokens"),
+        ("CPU", f"{reference.cpu_seconds:.1f} s here; the cluster's are not counted" if story.cpu_elsewhere else cpu),
     ]
 
 
@@ -98,8 +103,8 @@ def _what_next(corpus: Corpus) -> Sequence[str]:
         "",
         "What to try next:",
         f"  {me} plan {folder}/recipe.yaml --gpus 8,12,32",
-        f"  {me} run {folder}/recipe.yaml --steps 100 --out {folder}/run --runner processes",
-        f"  {me} verify {folder}/run --steps 50:100",
+        f"  {me} run {folder}/recipe.yaml --steps 100 --out {folder}/run --runner threads",
+        f"  {me} verify {folder}/run --steps 50:100 --runner processes",
     )
 
 
@@ -112,6 +117,7 @@ def _report(corpus: Corpus, story: Story) -> dict[str, Any]:
         "steps": story.steps,
         "stopped": story.stopped,
         "state_bytes": story.state_bytes,
+        "cpu_elsewhere": story.cpu_elsewhere,
         "mixture": {
             name: {"realised": pairs / total, "target": target}
             for name, pairs, target in zip(names, story.variants[0].pairs, _targets(story), strict=True)

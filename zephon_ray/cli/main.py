@@ -28,13 +28,6 @@ class RunnerName(StrEnum):
     RAY = "ray"
 
 
-class DemoRunner(StrEnum):
-    """The same, of the demo."""
-
-    THREADS = "threads"
-    PROCESSES = "processes"
-
-
 RecipePath = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file.", show_default=False)]
 Overrides = Annotated[
     list[str],
@@ -45,7 +38,16 @@ Overrides = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, errors too.")]
 Runner = Annotated[RunnerName | None, typer.Option(help="Who reads and tokenises; by default the recipe's.", show_default=False)]
 Workers = Annotated[
-    int | None, typer.Option(min=1, help="Threads or processes of the runner; by default the recipe's.", show_default=False)
+    int | None, typer.Option(min=1, help="How many read and tokenise, at most; by default the recipe's.", show_default=False)
+]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="The Ray cluster to work on. Without it ray starts one on this machine and ends it, whatever RAY_ADDRESS says: no other"
+        " cluster is ever joined.",
+        show_default=False,
+    ),
 ]
 
 
@@ -69,13 +71,16 @@ def _root(
 def demo(
     directory: Annotated[str, typer.Option("--dir", help="Where corpus, tokenizer and recipe are kept.")] = ".demo",
     steps: Annotated[int, typer.Option(min=6, help="Steps of the uninterrupted run.")] = 60,
-    runner: Annotated[DemoRunner, typer.Option(help="Of the runs in which no worker is killed.")] = DemoRunner.THREADS,
+    runner: Annotated[
+        RunnerName, typer.Option(help="Who reads and tokenises. Where workers are no processes, the run with the kill has processes.")
+    ] = RunnerName.RAY,
+    address: Address = None,
     json: Json = False,
 ) -> int:
     """Make a small real corpus, run it, kill a worker, stop, resume at other dp sizes, and compare all digests."""
     from zephon_ray.cli.demo import demonstrate
 
-    return demonstrate(directory, steps, runner.value, as_json=json)
+    return demonstrate(directory, steps, runner.value, address, as_json=json)
 
 
 @app.command(epilog="Example: zephon-ray validate recipe.yaml --dp-size 16 --deep")
@@ -135,6 +140,7 @@ def run(
     ] = None,
     runner: Runner = None,
     workers: Workers = None,
+    address: Address = None,
     dp_size: Annotated[int, typer.Option(min=1, help="Cut the batches for so many ranks, and check what each gets.")] = 1,
     print_digests: Annotated[bool, typer.Option("--print-digests", help="Print a line a step: step, digest, chain.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary.")] = False,
@@ -146,7 +152,7 @@ def run(
 
     wanted = Wanted(
         recipe=recipe, overrides=tuple(overrides), steps=steps, out=out, runner=runner.value if runner else None, workers=workers,
-        dp_size=dp_size, print_digests=print_digests, quiet=quiet, as_json=json,
+        address=address, dp_size=dp_size, print_digests=print_digests, quiet=quiet, as_json=json,
     )  # fmt: skip
     return make(wanted)
 
@@ -160,13 +166,14 @@ def verify(
     ] = None,
     runner: Runner = None,
     workers: Workers = None,
+    address: Address = None,
     overrides: Overrides = [],  # noqa: B006
     json: Json = False,
 ) -> int:
     """Make the steps of a run again from the nearest state, and compare them with its ledger."""
     from zephon_ray.cli.verify import compare
 
-    return compare(directory, steps, recipe, overrides, runner.value if runner else None, workers, as_json=json)
+    return compare(directory, steps, recipe, overrides, runner.value if runner else None, workers, address, as_json=json)
 
 
 def run_command(arguments: Sequence[str]) -> int:

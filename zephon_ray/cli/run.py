@@ -31,6 +31,7 @@ class Wanted:
     out: str | None
     runner: str | None
     workers: int | None
+    address: str | None
     dp_size: int
     print_digests: bool
     quiet: bool
@@ -76,6 +77,7 @@ def make(wanted: Wanted) -> int:
             out=wanted.out,
             runner=wanted.runner,
             workers=wanted.workers,
+            address=wanted.address,
             dp_size=wanted.dp_size,
             on_step=_Watcher(recipe, wanted, bar).step,
             stop=stop,
@@ -91,7 +93,7 @@ class _Watcher:
     def __init__(self, recipe: Recipe, wanted: Wanted, bar: Progress | None) -> None:
         self._batch_pairs = recipe.global_batch_size * recipe.sequence_length
         self._wanted, self._bar = wanted, bar
-        self._task: TaskID | None = None
+        self._task: TaskID | None = bar.add_task("starting", total=wanted.steps, speed="") if bar else None
         self._first, self._began = 0, time.monotonic()
 
     def step(self, batch: GlobalBatch) -> None:
@@ -102,13 +104,12 @@ class _Watcher:
             else:
                 sys.stdout.write(f"{batch.step} {digest} {chain}\n")
                 sys.stdout.flush()
-        if self._bar is None:
+        if self._bar is None or self._task is None:
             return
-        if self._task is None:
-            self._first = batch.step
-            self._task = self._bar.add_task("running", total=self._wanted.steps, completed=batch.step, speed="")
+        self._first = self._first or batch.step
         steps = (batch.step - self._first + 1) / max(1e-9, time.monotonic() - self._began)
-        self._bar.update(self._task, completed=batch.step, speed=f"{steps:.1f} steps/s, {number(steps * self._batch_pairs)} tokens/s")
+        speed = f"{steps:.1f} steps/s, {number(steps * self._batch_pairs)} tokens/s"
+        self._bar.update(self._task, description="running", completed=batch.step, speed=speed)
 
 
 def _summarise(recipe: Recipe, wanted: Wanted, summary: RunSummary, stopped: signal.Signals | None) -> None:
@@ -126,7 +127,7 @@ def _summarise(recipe: Recipe, wanted: Wanted, summary: RunSummary, stopped: sig
                 "stopped": stopped and stopped.name,
                 "tokens": tokens,
                 "tokens_per_second": tokens / summary.seconds if summary.seconds else None,
-                "cpu_seconds_per_mtok": summary.cpu_seconds / tokens * 1e6 if tokens else None,
+                "cpu_seconds_per_mtok": summary.cpu_seconds / tokens * 1e6 if tokens and not summary.cpu_elsewhere else None,
                 "mixture": {n: {"realised": p / total, "target": t} for n, p, t in zip(names, summary.pairs, targets, strict=True)},
             }
         )
@@ -147,5 +148,8 @@ def _summarise(recipe: Recipe, wanted: Wanted, summary: RunSummary, stopped: sig
 
 
 def _speed(tokens: int, summary: RunSummary) -> str:
-    cpu = f"{summary.cpu_seconds / tokens * 1e6:.2f} CPU s a million tokens" if tokens else "no tokens"
+    if summary.cpu_elsewhere:
+        cpu = f"{summary.cpu_seconds:.1f} CPU s here; the cluster's are not counted"
+    else:
+        cpu = f"{summary.cpu_seconds / tokens * 1e6:.2f} CPU s a million tokens" if tokens else "no tokens"
     return f"{number(tokens / max(1e-9, summary.seconds))} tokens/s, {cpu}, {summary.seconds:.1f} s in all"

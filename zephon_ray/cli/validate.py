@@ -13,7 +13,7 @@ from zephon_ray.cli.render import emit, number, pairs_of, plain, progress, say, 
 from zephon_ray.errors import RecipeError, UserError
 from zephon_ray.manifest import SourceManifest, build_manifest
 from zephon_ray.recipe import Recipe, fingerprint, load_recipe
-from zephon_ray.runners import idle_options, make_runner
+from zephon_ray.runners import idle_options
 from zephon_ray.runners.base import Job
 from zephon_ray.stages.tokenise import Options, make_options
 from zephon_ray.storage import Storage
@@ -50,7 +50,6 @@ def _looked_at(recipe: Recipe, dp_sizes: Sequence[int]) -> Job:
     errors: list[UserError] = []
     for dp_size in dp_sizes:
         _tried(errors, recipe.check_dp, 0, dp_size)
-    _tried(errors, make_runner, recipe.execution.runner, recipe)
     options: Options | None = _tried(errors, make_options, recipe)
     storage = Storage(recipe.execution.storage)
     found = [_tried(errors, build_manifest, recipe, index, storage) for index in range(len(recipe.sources))]

@@ -20,6 +20,7 @@ def compare(
     overrides: Sequence[str],
     runner: str | None,
     workers: int | None,
+    address: str | None,
     *,
     as_json: bool,
 ) -> int:
@@ -35,7 +36,9 @@ def compare(
             if bar is not None and task is not None and batch.step >= (first or 1):
                 bar.update(task, advance=1)
 
-        summary = runs.verify(directory, recipe=moved, first=first, last=last, runner=runner, workers=workers, on_step=on_step)
+        summary = runs.verify(
+            directory, recipe=moved, first=first, last=last, runner=runner, workers=workers, address=address, on_step=on_step
+        )
     if as_json:
         emit({"out": directory, "equal": True, **asdict(summary)})
     else:

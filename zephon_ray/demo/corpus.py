@@ -50,7 +50,7 @@ sources:
   - {{name: code,  uri: data/code,  weight: 0.7}}     # Python's standard library
   - {{name: prose, uri: data/prose, weight: 0.3}}     # its documentation
 unit_bytes: 65536             # small units, so that a short run crosses many windows
-execution: {{runner: threads, workers: {{min: 1, max: 4}}}}
+execution: {{runner: ray, workers: {{min: 1, max: 4}}}}
 """
 
 
