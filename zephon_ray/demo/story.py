@@ -27,6 +27,7 @@ from zephon_ray.errors import SystemFault, UserError
 from zephon_ray.recipe import Recipe
 from zephon_ray.runners.base import Job
 from zephon_ray.runners.hold import held
+from zephon_ray.runners.ray_worker import TITLE
 from zephon_ray.runners.registry import default_workers
 from zephon_ray.state import Identity
 from zephon_ray.stream import Stream, check_address
@@ -35,7 +36,7 @@ from zephon_ray.telemetry import CpuMeter, descendants
 LEAST_STEPS = 6
 """So that there is a step to kill at, one to stop at, and one to go on with."""
 
-_WORKERS = (b"zephon_ray.runners.worker", b"ReadZephonUnits")
+_WORKERS = (b"zephon_ray.runners.worker", TITLE.encode())
 """What the command lines of workers hold: of "processes" always, of "ray" while they are at work (the name of its tasks)."""
 
 _AT_WORK_S = 20.0
@@ -155,7 +156,7 @@ def tell(recipe: Recipe, *, steps: int, runner: str, address: str | None = None,
     kill, stop = steps // 3, 2 * steps // 3
     if runner == "ray":
         say("starting Ray on this machine" if address is None else f"joining the Ray cluster at {address}")
-    with held(runner, recipe, address=address):
+    with held(runner, address=address):
         reference, _ = telling.variant("dp 4, in one go", 4, 1, steps)
         interrupted, state = telling.variant("dp 4, worker killed", 4, 1, stop, kill_after=kill)
         resumed = [telling.variant(f"resumed at dp {dp_size}", dp_size, stop + 1, steps, state=state)[0] for dp_size in (2, 8)]

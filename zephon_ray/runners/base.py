@@ -66,7 +66,7 @@ class RunnerStats:
         units: units made, taken or not.
         text_bytes: UTF-8 bytes of their texts.
         skipped_bytes: bytes decoded, but not tokenised, to reach a unit inside a stream.
-        retries: units made again because their worker died.
+        retries: units asked for again because their worker died or hung.
         workers: how many units can be in the making at a time.
     """
 

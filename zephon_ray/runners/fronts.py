@@ -116,9 +116,11 @@ class SourceFront:
         self.granted = end
         return Grant(source=self.source, epoch=self.epoch, end=end)
 
-    def grant_again(self) -> None:
-        """What was granted and has not come in must be granted anew."""
+    def grant_again(self) -> int:
+        """What was granted and has not come in must be granted anew. Returns how many units of slots that go on that is, at most."""
+        due = sum(max(0, self.granted - p.window) for slot, p in enumerate(self._places) if self.left(slot))
         self.granted = 0
+        return due
 
     @property
     def waiting(self) -> bool:

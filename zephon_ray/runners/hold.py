@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from zephon_ray.recipe import Recipe
-
 
 @contextmanager
-def held(name: str, recipe: Recipe, *, address: str | None = None) -> Iterator[None]:
+def held(name: str, *, address: str | None = None) -> Iterator[None]:
     """Be in the cluster of a runner meanwhile, so that no stream starts one of its own. Does nothing where a runner has none.
 
     Args:
         name: of the runner.
-        recipe: its `execution.workers` says what workers are.
         address: of a Ray cluster; None for the one that this process is in, else for one of its own.
 
     Raises:
@@ -25,7 +22,7 @@ def held(name: str, recipe: Recipe, *, address: str | None = None) -> Iterator[N
         return
     from zephon_ray.runners.ray_cluster import connect  # the core does without ray
 
-    cluster = connect(address, recipe.execution.workers)
+    cluster = connect(address)
     try:
         yield
     finally:

@@ -20,7 +20,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from zephon_ray.errors import RunnerError
+from zephon_ray.errors import RunnerError, UserError
 from zephon_ray.recipe import WorkersSpec
 
 CONNECT_S = 5.0
@@ -121,7 +121,8 @@ def connect(address: str | None) -> Cluster:
             clusters run here. A process that is in a cluster already stays in it.
 
     Raises:
-        RunnerError: the address does not answer, refuses us, or is not that of the cluster that this process is in.
+        UserError: the address is none.
+        RunnerError: it does not answer, refuses us, or is not that of the cluster that this process is in.
     """
     with _membership.lock:
         _hush()
@@ -173,7 +174,7 @@ _SILENT: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "co
 def _host_and_port(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if address.startswith("ray://") or not host or not port.isdigit():
-        raise RunnerError(
+        raise UserError(
             f"address={address!r}: expected host:port, as `ray start --head` prints it; this process must run on a node of the cluster"
         )
     return host.strip("[]"), int(port)

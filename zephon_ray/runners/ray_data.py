@@ -27,12 +27,8 @@ from ray.data.datasource import Datasource, ReadTask
 from zephon_ray.errors import RunnerError
 from zephon_ray.recipe import WorkersSpec
 from zephon_ray.runners.base import Job
-from zephon_ray.runners.ray_worker import Entry, blocks
+from zephon_ray.runners.ray_worker import NAME, TITLE, Entry, blocks
 from zephon_ray.stages.tokenise import UnitTokeniser
-
-_NAME = "ZephonUnits"
-TITLE = f"Read{_NAME}"
-"""Ray gives it to processes while they run a task of ours."""
 
 _CONTEXT = threading.Lock()
 """Ray Data's context is one for the process: whoever sets it to make a dataset holds this."""
@@ -60,7 +56,7 @@ class _Slots(Datasource):
         self._read = [_reader(job, mailbox, wave, task, tasks) for task in range(tasks)]
 
     def get_name(self) -> str:
-        return _NAME
+        return NAME
 
     def estimate_inmemory_data_size(self) -> int | None:
         return None

@@ -27,9 +27,9 @@ from zephon_ray.runners.base import FailedUnit, Job, Runner, RunnerStats, name_o
 from zephon_ray.runners.fronts import SourceFront
 from zephon_ray.runners.load import Load
 from zephon_ray.runners.ray_cluster import Cluster, connect
-from zephon_ray.runners.ray_data import TITLE, Wave, fault_of_ours
+from zephon_ray.runners.ray_data import Wave, fault_of_ours
 from zephon_ray.runners.ray_mailbox import Mailbox
-from zephon_ray.runners.ray_worker import Entry, units_of
+from zephon_ray.runners.ray_worker import TITLE, Entry, units_of
 from zephon_ray.stages.unit import TokenisedUnit
 
 TASK_BYTES = 32 << 20
@@ -265,7 +265,7 @@ class _Core:
                 return
             self._mailboxes.append(self._new_mailbox())  # the one before may be what died
             for front in self._fronts:
-                front.grant_again()
+                self._again += front.grant_again()
             self._draining.clear()
             self._opened = time.monotonic()
             self._launch(self._within_limits(waves[-1].tasks))

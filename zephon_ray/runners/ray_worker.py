@@ -18,6 +18,11 @@ from zephon_ray.runners.worker import Made, make, portable
 from zephon_ray.stages.tokenise import UnitTokeniser
 from zephon_ray.stages.unit import SCHEMA, TokenisedUnit
 
+NAME = "ZephonUnits"
+"""Of what Ray Data reads."""
+TITLE = f"Read{NAME}"
+"""Ray gives it to processes while they run a task of ours."""
+
 BLOCK_BYTES = 4 << 20
 """Ids a block holds at most, unless a single unit has more."""
 
