@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(120)
 
 LONGEST_S = 15.0
 """Without a step, of a run that has neither more nor less than its share."""
-STEPS = 60
+STEPS = 40
 """More than the workers are ahead: none of them ends before all have begun."""
 
 
