@@ -1,4 +1,4 @@
-"""A corpus whose stream is long and needs its workers to the end: many files of many units, which are streams and have no room in memory."""
+"""A corpus whose stream is long and needs its workers to the end: many compressed files, each of many units."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from tests.corpora import tokenizer_json
 from zephon_ray.recipe import Recipe, recipe_from_dict
 from zephon_ray.stream import Stream
 
+_WORDS = [f"w{number}" for number in range(100, 1000)]
+
 
 def _line(number: int, words: int) -> bytes:
     """Records of one size."""
-    return json.dumps({"text": " ".join(f"w{(number * 7919 + i * i) % 900 + 100}" for i in range(words))}).encode() + b"\n"
+    first = number * 7919
+    return json.dumps({"text": " ".join([_WORDS[(first + i * i) % 900] for i in range(words)])}).encode() + b"\n"
 
 
 def many_units(folder: Path, *, files: int, units: int, words: int, execution: Mapping[str, Any], **fields: Any) -> Recipe:

@@ -21,6 +21,7 @@ from ray.cluster_utils import Cluster
 
 from tests.ray.many_units import chains_of, many_units, with_execution
 from zephon_ray.errors import RunnerError
+from zephon_ray.recipe import Recipe
 from zephon_ray.recipe_fields import WorkersSpec
 from zephon_ray.stream import Stream
 
@@ -73,14 +74,11 @@ def raylet(node: Any) -> int:
 
 def at_work(node: Any) -> list[int]:
     """Processes of a node that run a task of ours."""
-    found = []
     try:
-        for process in psutil.Process(raylet(node)).children(recursive=True):
-            if any("ReadZephonUnits" in word for word in process.cmdline()):
-                found.append(process.pid)
+        below = psutil.Process(raylet(node)).children(recursive=True)
+        return [process.pid for process in below if any("ReadZephonUnits" in word for word in process.cmdline())]
     except psutil.NoSuchProcess:
-        pass
-    return found
+        return []
 
 
 def since(began: float) -> float:
@@ -121,7 +119,14 @@ class Scenarios:
             taker.join()
             took = since(began)
         same = taker.got == chains_of(self._light, len(taker.got))
-        return {"same": same, "steps": len(taker.got), "longest_s": taker.longest_s, "end_s": took, "again": taker.again, "error": taker.error}
+        return {
+            "same": same,
+            "steps": len(taker.got),
+            "longest_s": taker.longest_s,
+            "end_s": took,
+            "again": taker.again,
+            "error": taker.error,
+        }
 
     def nothing(self) -> dict[str, Any]:
         self._nodes.add(1)
@@ -232,10 +237,6 @@ class Taker:
             self.error = str(error)
         finally:
             self._reached.set()
-
-    @property
-    def again(self) -> int:
-        return self._stream.stats().retries
 
     def workers(self) -> int:
         return self._stream.stats().workers

@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import islice
-from pathlib import Path
 
 import psutil
 import pytest

@@ -30,7 +30,7 @@ Scenario = Callable[[str], dict[str, Any]]
 def scenario(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scenario]:
     """Runs a scenario of the script by its name. The cluster is one for all."""
     folder, notes = tmp_path_factory.mktemp("nodes"), tmp_path_factory.mktemp("notes") / "stderr"
-    ray_files = tempfile.mkdtemp(prefix="zr")  # names of its sockets have little room; and no other process shall find it by a file of Ray's
+    ray_files = tempfile.mkdtemp(prefix="zr")  # short, for its sockets; and its own, lest others find it by Ray's files
     command = [sys.executable, "-m", "tests.ray.nodes_script", str(folder)]
     with (
         notes.open("wb") as log,
