@@ -124,7 +124,6 @@ class Scenarios:
             "steps": len(taker.got),
             "longest_s": taker.longest_s,
             "end_s": took,
-            "again": taker.again,
             "error": taker.error,
         }
 

@@ -27,7 +27,7 @@ from zephon_ray.runs import produce, verify
 pytestmark = pytest.mark.timeout(120)
 
 ROOT = Path(__file__).parents[2]
-STEPS = 60
+STEPS = 30
 ANSWER_S = 60.0
 BURST = 7
 """Requests of a burst; as many are answered after it."""
@@ -95,7 +95,7 @@ def test_ray_reads_a_bucket_as_a_disk_through_refusals_and_tells_nobody_its_cred
 ) -> None:
     """In one test, since a cluster takes seconds to start."""
     local = a_corpus(bucket.folder)
-    remote = stored(local, bucket.url, endpoint_url=proxy.endpoint, max_tries=8, retry_seconds=6)
+    remote = stored(local, bucket.url, endpoint_url=proxy.endpoint, max_tries=8, retry_seconds=4)
     expected = produce(local, steps=STEPS, runner="inline").chain
 
     assert driver.run(remote) == {"chain": expected, "told": []}
@@ -111,9 +111,9 @@ def test_ray_reads_a_bucket_as_a_disk_through_refusals_and_tells_nobody_its_cred
     refused = driver.run(remote)
     assert refused.get("error") == "StorageError", refused
     assert f"{bucket.url}/b/1.jsonl: " in refused["text"]
-    assert re.search(r"after \d of 8 tries, [\d.]+ of 6 s", refused["text"]), refused
+    assert re.search(r"after \d of 8 tries, [\d.]+ of 4 s", refused["text"]), refused
     assert "\n" not in refused["text"]
-    assert refused["took_s"] < 6 + 20
+    assert refused["took_s"] < 4 + 20
     assert KEY not in refused["text"]
 
     proxy.fault = lambda asked: None

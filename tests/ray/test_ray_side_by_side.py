@@ -69,6 +69,7 @@ def test_two_runs_that_want_all_cpus_each_go_on_together(recipes: list[Recipe], 
             run.stream.close()
 
 
+@pytest.mark.long
 def test_a_run_that_is_held_in_step_with_another_goes_on(recipes: list[Recipe], alone: list[Sequence[str]]) -> None:
     """As two ranks of one trainer would: neither is asked for a step before the other has given its own."""
     streams = [Stream(recipe, runner="ray", workers=2) for recipe in recipes]

@@ -22,7 +22,7 @@ from zephon_ray.stages.tokenise import UnitTokeniser
 from zephon_ray.stream import Stream
 
 FILES, UNITS, WORKERS = 8, 20, 2
-SHORT_S = 8.0
+SHORT_S = 4.0
 SLEEP_S = float(os.environ.get("ZEPHON_TEST_SLEEP_S", "300"))
 BEFORE, AFTER = 3, 9
 """Steps before and after the sleep."""
