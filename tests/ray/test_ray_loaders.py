@@ -124,7 +124,7 @@ def our_threads() -> set[str]:
 
 def our_actors() -> int:
     head = ray.get_runtime_context().gcs_address
-    return len(list_actors(address=head, filters=[("class_name", "=", "_Mailbox"), ("state", "!=", "DEAD")]))
+    return len(list_actors(address=head, filters=[("class_name", "=", "Mailbox"), ("state", "!=", "DEAD")]))
 
 
 def at_work() -> int:

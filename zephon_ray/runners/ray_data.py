@@ -15,6 +15,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any, cast
 
 import pyarrow as pa
@@ -74,7 +75,7 @@ def _reader(job: ray.ObjectRef[Job], mailbox: Any, wave: int, task: int, tasks: 
             _TOKENISERS.clear()
             tokeniser = _TOKENISERS[job.hex()] = UnitTokeniser(made.options)
         caller = ray.get_runtime_context().get_node_id(), os.getpid()
-        yield from blocks(made, tokeniser, task, tasks, lambda number: ray.get(mailbox.entry.remote(wave, number, caller)))
+        yield from blocks(made, tokeniser, task, tasks, lambda number: ray.get(mailbox.entry.remote(wave, task, number, caller)))
 
     return read
 
@@ -97,6 +98,7 @@ class Wave:
         given_up: nothing is expected of it.
         ended, error: it is over, and what of.
         delivered: a block came.
+        started: tasks that are at work, as far as is known.
         met: the sources that it was granted windows of.
         text_bytes, skipped_bytes: of the units that it gave, counted by `deliver`.
     """
@@ -115,7 +117,8 @@ class Wave:
         self.cut = self.given_up = self.ended = self.delivered = False
         self.error: Exception | None = None
         self.met: set[int] = set()
-        self.text_bytes = self.skipped_bytes = 0
+        self.text_bytes = self.skipped_bytes = self.started = 0
+        self._asked: Any = None
         self.number, self._mailbox = number, mailbox
         self._job, self._workers, self._deliver, self._over = job, workers, deliver, over
         self._executor: Any = None
@@ -133,6 +136,19 @@ class Wave:
         """Cut it: its tasks make what was granted and end."""
         self.cut = True
         self._mailbox.end.remote(self.number, self.entries)
+
+    def look(self) -> bool:
+        """Ask how many tasks have started, and take the answer to the question before; whether more have. Waits for nothing."""
+        if self.started == self.tasks:
+            return False
+        before = self.started
+        if self._asked is not None:
+            if not ray.wait([self._asked], timeout=0)[0]:
+                return False
+            with suppress(ray.exceptions.RayError):  # the mailbox died; so will the wave
+                self.started = ray.get(self._asked)
+        self._asked = self._mailbox.started.remote(self.number)
+        return self.started > before
 
     def shut_down(self) -> None:
         """End it from outside, whatever its tasks do; again does it again, for it may not have begun before."""

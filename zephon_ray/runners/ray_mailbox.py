@@ -18,11 +18,16 @@ class Mailbox:
         self._ends: dict[int, int] = {}
         self._closed = False
         self._callers: dict[Caller, int] = {}
+        self._started: dict[int, set[int]] = {}
         self._changed = asyncio.Condition()
 
     async def callers(self) -> list[Caller]:
         """Workers that asked for an entry, and were not told that there is none: they are at work, or dead."""
         return list(self._callers)
+
+    async def started(self, wave: int) -> int:
+        """How many tasks of a wave have asked for an entry."""
+        return len(self._started.get(wave, ()))
 
     async def post(self, wave: int, number: int, entry: Entry) -> None:
         async with self._changed:
@@ -38,6 +43,7 @@ class Mailbox:
     async def forget(self, wave: int) -> None:
         """The wave is over: nobody will ask for its entries."""
         self._entries = {key: entry for key, entry in self._entries.items() if key[0] != wave}
+        self._started.pop(wave, None)
 
     async def close(self) -> None:
         """No wave gets an entry any more."""
@@ -45,10 +51,11 @@ class Mailbox:
             self._closed = True
             self._changed.notify_all()
 
-    async def entry(self, wave: int, number: int, caller: Caller) -> Entry | None:
-        """Wait for an entry; None behind the wave's last."""
+    async def entry(self, wave: int, task: int, number: int, caller: Caller) -> Entry | None:
+        """Wait for an entry, for a task of a wave; None behind the wave's last."""
         key = (wave, number)
         self._callers[caller] = wave
+        self._started.setdefault(wave, set()).add(task)
         async with self._changed:
             await self._changed.wait_for(lambda: self._closed or key in self._entries or number >= self._ends.get(wave, number + 1))
             entry = None if self._closed else self._entries.get(key)

@@ -43,6 +43,9 @@ STALLS = 3
 """The limit, that many times without a unit, ends the stream with an error."""
 DEATHS = 8
 """So many executions that die without a unit between them do, too."""
+NARROW_S = 5.0
+"""Seconds after which a wave of which only some tasks started is replaced by one of as many tasks: others work beside us."""
+_NARROW_FOR_S = 60.0
 _WARN_S = 5.0
 
 _log = logging.getLogger(__name__)
@@ -64,7 +67,8 @@ class _Core:
         self._units = self._text_bytes = self._skipped_bytes = self._again = 0
         self._load = Load(time.monotonic())
         self._progress = self._opened = time.monotonic()
-        self._deaths = 0
+        self._deaths = self._reopened = 0
+        self._most, self._most_until = workers.max, 0.0
         self._warned = False
         self._error: Exception | None = None
         self._closed = self._left = False
@@ -145,7 +149,8 @@ class _Core:
         """So many tasks, or as many as cluster, recipe and data have use for."""
         widest = max(len(f.starts()) for f in self._fronts)
         least = min(self._workers.min, widest)
-        return max(1, min(max(tasks, least), self._workers.max, widest, self._cluster.slots(self._workers)))
+        most = self._most if time.monotonic() < self._most_until else self._workers.max
+        return max(1, min(max(tasks, least), most, widest, self._cluster.slots(self._workers)))
 
     def _launch(self, tasks: int) -> None:
         wave = Wave(self._job_ref, self._mailboxes[-1], self._launched, tasks, self._workers, self._deliver, self._wake)
@@ -207,6 +212,9 @@ class _Core:
             self._waves = [w for w in self._waves if not (w.ended and w.cut)]
             self._load.tick(now, working=self._waiting)
             broken = next((w for w in self._waves if w.ended), None)
+            wave = self._current
+            if wave is not None and wave.look():
+                self._opened = now
             why = self._what_is_wrong(now, broken)
             if why is None:
                 self._fit(self._current)
@@ -222,18 +230,31 @@ class _Core:
             raise fault if isinstance(fault, ZephonError) else RunnerError(f"a worker failed: {_one_line(fault)}")
         room = self._cluster.slots(self._workers)
         self._warn_of_no_room(now, room)
-        patience = max(self._stall_s, START_S) if room else self._stall_s
-        stands = self._waiting and now - max(self._progress, self._opened) > (self._stall_s if self._delivers() else patience)
-        if broken is None and not stands:
+        stood = now - max(self._progress, self._opened)
+        start_s = START_S * 2**self._reopened if room and not self._delivers() else 0.0
+        if broken is not None:
+            why = _one_line(broken.error or "it ended early")
+        elif self._waiting and stood > max(self._stall_s, start_s):
+            why = f"no unit came for {stood:.0f} s"
+        elif self._waiting and stood > NARROW_S and self._narrow(now):
+            return "other work on the cluster leaves room for some of its workers only"
+        else:
             return None
-        why = f"no unit came for {self._stall_s:g} s" if broken is None else _one_line(broken.error or "it ended early")
-        if self._waiting and now - self._progress > STALLS * patience:
+        if self._waiting and now - self._progress > STALLS * (max(self._stall_s, START_S) if room else self._stall_s):
             raise RunnerError(f"no unit came for {now - self._progress:.0f} s (the last execution: {why}). {self._condition()}")
         if self._deaths >= DEATHS:
             raise RunnerError(
                 f"the workers go on dying: {self._deaths} executions, no unit between them (the last: {why}). {self._condition()}"
             )
         return why
+
+    def _narrow(self, now: float) -> bool:
+        """Whether some tasks of the wave have started and others have not. If so, no more than these are wanted for a while."""
+        wave = self._current
+        if wave is None or not 0 < wave.started < wave.tasks:
+            return False
+        self._most, self._most_until = wave.started, now + _NARROW_FOR_S
+        return True
 
     def _delivers(self) -> bool:
         return self._current is not None and self._current.delivered
@@ -268,6 +289,7 @@ class _Core:
                 self._again += front.grant_again()
             self._draining.clear()
             self._opened = time.monotonic()
+            self._reopened += 1
             self._launch(self._within_limits(waves[-1].tasks))
 
     def _fit(self, wave: Wave | None) -> None:
@@ -299,7 +321,7 @@ class _Core:
                     continue
                 self._results.append(unit)
                 self._units += 1
-                self._progress, self._deaths = time.monotonic(), 0
+                self._progress, self._deaths, self._reopened = time.monotonic(), 0, 0
                 if isinstance(unit, TokenisedUnit):
                     wave.text_bytes += unit.text_bytes
                     self._text_bytes += unit.text_bytes
