@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from itertools import chain as end_to_end
 
 import numpy as np
 
@@ -62,7 +64,7 @@ def join_blocks(previous_chain: bytes, blocks: Sequence[LaneBlock]) -> JoinedSte
     """
     _check(blocks)
     step = blocks[0].step
-    row_digests = tuple(d for b in blocks for d in b.row_digests)
+    row_digests = tuple(end_to_end.from_iterable(b.row_digests for b in blocks))
     digest, chain = fold(step, previous_chain, row_digests)
     windows = _lane_by_lane([b.windows for b in blocks])
     oldest = windows.min(axis=1)
@@ -72,9 +74,9 @@ def join_blocks(previous_chain: bytes, blocks: Sequence[LaneBlock]) -> JoinedSte
         digest=digest,
         chain=chain,
         padding=sum(b.padding for b in blocks),
-        pairs=np.sum([b.pairs for b in blocks], axis=0),
-        used_before=np.max([b.used_before for b in blocks], axis=0),
-        used=np.max([b.used for b in blocks], axis=0),
+        pairs=reduce(np.add, [b.pairs for b in blocks]),
+        used_before=reduce(np.maximum, [b.used_before for b in blocks]),
+        used=reduce(np.maximum, [b.used for b in blocks]),
         oldest=oldest,
         lanes=LanesState(
             sources=_starts(blocks, windows, oldest),
