@@ -16,7 +16,7 @@ from zephon_ray.chunk import Chunk, Standing, StepRows
 from zephon_ray.feeding import FedWindows, Want
 from zephon_ray.lane_blocks import LaneBlock, LanesState
 from zephon_ray.plan.dealing import Dealer, phases
-from zephon_ray.plan.packing import SEGMENT, Laid, Segments, lay_fills, lay_padding, lay_wrap
+from zephon_ray.plan.packing import SEGMENT, Fills, Laid, Segments, lay_fills, lay_padding, lay_wrap
 from zephon_ray.plan.pieces import I64, PIECE, Pieces, UnitShape, cut_pieces, join
 from zephon_ray.pools import I32, pool_of_all, pool_of_own
 from zephon_ray.recipe import Recipe
@@ -67,7 +67,7 @@ class LaneGroup:
         used = start.open_used[mine]
         self._tails = -(used if self._wraps else used * self._row_pairs)  # the open piece or fill is laid from before the start
         self._pending: list[Pieces] = [np.empty(0, PIECE) for _ in shares]
-        self._ready: Pieces = np.empty(0, PIECE)
+        self._fills = Fills(len(self.lanes), recipe.fill_pieces)
         self._laid = Laid(pieces=np.empty(0, PIECE), segments=np.empty(0, SEGMENT))
         self._pools: dict[int, I32] = {}
         self._next_pool = 0
@@ -118,8 +118,7 @@ class LaneGroup:
         if self._planned:
             return None
         if self._stale:
-            self._take_ready()
-            self._lay_ready()
+            self._lay(self._take_ready())
             self._stale = False
         short = self._short
         if self.over or not short.any():
@@ -164,8 +163,8 @@ class LaneGroup:
         """`next_step` can be called. Up to date after `want`."""
         return self._planned or (not self._short.any() and (self._pads or not self.over))
 
-    def _take_ready(self) -> None:
-        """Move the pieces whose turn nothing still to be dealt can come before from pending to ready, in mixture order."""
+    def _take_ready(self) -> Pieces:
+        """Take the pieces whose turn nothing still to be dealt can come before from pending, sorted by (lane, mixture order)."""
         mine = slice(self.lanes.start, self.lanes.stop)
         horizon = np.stack([d.horizon()[mine] for d in self._dealers])
         if not self._stops:
@@ -183,41 +182,24 @@ class LaneGroup:
                 if turn.any():
                     taken.append(pieces[turn])
                     self._pending[s] = pieces[~turn]
-        if taken:
-            ready = join(taken)
-            ready = ready[np.lexsort((ready["source"], ready["virtual_time"], ready["lane"]))]
-            self._ready = join((self._ready, ready)) if len(self._ready) else ready
+        if not taken:
+            return np.empty(0, PIECE)
+        ready = join(taken)
+        return ready[np.lexsort((ready["source"], ready["virtual_time"], ready["lane"]))]
 
-    def _lay_ready(self) -> None:
+    def _lay(self, ready: Pieces) -> None:
         """Pack what is ready behind the lanes' tails."""
         if self._wraps:
-            pieces, self._ready = self._ready, self._ready[:0]
-            laid = lay_wrap(pieces, self._tails, self._row_pairs)
+            laid = lay_wrap(ready, self._tails, self._row_pairs)
         else:
-            pieces, sizes = self._take_fills()
+            self._fills.add(ready)
+            pieces, sizes = self._fills.take(self._final)
             if (self._tails < 0).any():  # the open fill of a restored state: begun, and in no count of the state
                 again = self._first_fills(pieces, sizes)
                 np.add.at(self._begun_pairs, again["source"], again["pairs"])
             laid = lay_fills(pieces, sizes, self._tails, self._row_pairs)
         if len(laid.pieces):
             self._laid = Laid(pieces=join((self._laid.pieces, laid.pieces)), segments=join((self._laid.segments, laid.segments)))
-
-    def _take_fills(self) -> tuple[Pieces, I64]:
-        """Fill after fill, the pieces of the lanes' fills, and the fills' sizes; only the last of a final lane is not full."""
-        ready = self._ready[np.argsort(self._ready["lane"], kind="stable")]
-        size = self._recipe.fill_pieces
-        edges = np.searchsorted(ready["lane"], np.arange(len(self.lanes) + 1))
-        have = np.diff(edges)
-        whole, rest = have // size, have % size
-        taken = np.where(self._final, have, whole * size)
-        rank = np.arange(len(ready)) - np.repeat(edges[:-1], have)
-        take = rank < np.repeat(taken, have)
-        self._ready = ready[~take]
-        fills = whole + (self._final & (rest > 0))
-        sizes = np.full(int(fills.sum()), size, np.int64)
-        lasts = np.cumsum(fills)[self._final & (rest > 0)] - 1
-        sizes[lasts] = rest[self._final & (rest > 0)]
-        return ready[take], sizes
 
     def _first_fills(self, pieces: Pieces, sizes: I64) -> Pieces:
         """Of fills that are about to be laid, those that begin before the start."""
@@ -309,5 +291,5 @@ class LaneGroup:
         segments["at"] -= end
         self._laid = Laid(pieces=pieces, segments=segments)
         self._tails = np.maximum(self._tails - end, 0)
-        live = set(np.unique(np.concatenate([segments["pool"], self._ready["pool"], *(p["pool"] for p in self._pending)])).tolist())
+        live = set(np.unique(np.concatenate([segments["pool"], self._fills.pools, *(p["pool"] for p in self._pending)])).tolist())
         self._pools = {n: pool for n, pool in self._pools.items() if n in live}
