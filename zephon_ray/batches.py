@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zephon_ray.hashing import chain_digest, digest128
-from zephon_ray.lanes import LanesState
+from zephon_ray.lane_blocks import LanesState
 from zephon_ray.ledger.line import LedgerLine, LeftOutCounts, WindowUse
 from zephon_ray.state import StreamState
 
@@ -41,12 +41,11 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class GlobalBatch:
-    """One step of the whole run.
+class GlobalStep:
+    """One step of the whole run, without its rows: what state and ledger are made of.
 
     Args:
         step: from 1.
-        rows: int32 [B, 3, T]: inputs, labels and positions of each row, lane by lane.
         row_digests: 16 bytes each.
         digest: xxh3-128 of the row digests, joined; 16 bytes.
         chain: of all global batches so far, 16 bytes.
@@ -58,7 +57,6 @@ class GlobalBatch:
     """
 
     step: int
-    rows: npt.NDArray[np.int32]
     row_digests: tuple[bytes, ...]
     digest: bytes
     chain: bytes
@@ -85,6 +83,17 @@ class GlobalBatch:
             left_out=self.left_out,
             windows=self.windows,
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class GlobalBatch(GlobalStep):
+    """One step of the whole run.
+
+    Args:
+        rows: int32 [B, 3, T]: inputs, labels and positions of each row, lane by lane.
+    """
+
+    rows: npt.NDArray[np.int32]
 
     def of_rank(self, dp_rank: int, dp_world_size: int) -> Batch:
         """Rows [r*B/R, (r+1)*B/R) of rank r of R; views, no copy. R must divide B."""

@@ -16,13 +16,11 @@ from zephon_ray.hashing import digest128
 from zephon_ray.plan.dealing import Dealer, SourceStart
 from zephon_ray.plan.packing import PADDING, Segments
 from zephon_ray.plan.pieces import I64, Pieces, within
-
-I32 = npt.NDArray[np.int32]
+from zephon_ray.pools import I32, SHORT
 
 IGNORE = -100
 """Label of a padding pair, which PyTorch's cross entropy leaves out by default."""
 
-_SHORT = 200  # mean pairs a segment below which gathering costs less than a slice copy each; measured
 _FEW = 8  # segments a pool above which it does
 _BLOCK = 1 << 15  # pairs gathered at a time, so that the indices stay in the cache
 
@@ -89,22 +87,21 @@ class StepRows:
     """One step of a lane group.
 
     Args:
-        rows: int32 [rows, 3, sequence_length]: inputs, labels, positions of the group's rows, lane by lane.
-        digests: of the rows, 16 bytes each.
+        digests: of the group's rows, lane by lane, 16 bytes each.
         padding: pairs that are padding.
         standing: of the lanes after the step.
         open_source, open_used: int64 [lanes], the piece or fill open after it, as in `LanesState`.
         pairs: int64 [sources], pairs of all pieces begun since the run began.
-        used: int64 [sources], ordinal of the newest window used so far.
+        used_before, used: int64 [sources], ordinal of the newest window used before and after it.
     """
 
-    rows: I32
-    digests: list[bytes]
+    digests: tuple[bytes, ...]
     padding: int
     standing: Standing
     open_source: I64
     open_used: I64
     pairs: I64
+    used_before: I64
     used: I64
 
 
@@ -202,12 +199,6 @@ class Chunk:
         return self._after(self._standing, self._next, self.steps)
 
     @property
-    def used_before(self) -> I64:
-        """Newest window of each source that a piece begun before the chunk lies in, int64 [sources]; -1 for none."""
-        used: I64 = self._used[0]
-        return used
-
-    @property
     def end_pairs(self) -> I64:
         """Pairs of the pieces begun by the chunk's end, int64 [sources]."""
         pairs: I64 = self._pairs[-1].copy()
@@ -231,19 +222,23 @@ class Chunk:
 
     # ---- rows
 
-    def next_step(self) -> StepRows:
-        """Make the rows of the next step; at most `steps` times."""
+    def next_step(self, rows: I32) -> StepRows:
+        """Make the next step; at most `steps` times.
+
+        Args:
+            rows: int32 [rows, 3, sequence_length], contiguous; is filled with inputs, labels and positions, lane by lane.
+        """
         step = self._next
-        rows, padding = self._make_rows(step)
+        padding = self._fill_rows(step, rows.reshape(-1))
         self._standing, self._next = self._after(self._standing, step, step + 1), step + 1
         return StepRows(
-            rows=rows,
-            digests=[digest128(row) for row in rows],
+            digests=tuple(digest128(row) for row in rows),
             padding=padding,
             standing=self._standing,
             open_source=self._open_source[step + 1],
             open_used=self._open_used[step + 1],
             pairs=self._pairs[step + 1],
+            used_before=self._used[step],
             used=self._used[step + 1],
         )
 
@@ -252,23 +247,22 @@ class Chunk:
         """Steps that are still to be made."""
         return self.steps - self._next
 
-    def _make_rows(self, step: int) -> tuple[I32, int]:
+    def _fill_rows(self, step: int, line: I32) -> int:
+        """Fill the line of all the rows' numbers; returns its pairs of padding."""
         parts = self._segments[self._segment_edges[step] : self._segment_edges[step + 1]]
-        rows = np.empty((len(self.lanes) * self._rows, 3, self._row_pairs), np.int32)
         at = parts["at"] - step * self._span
         row = parts["lane"].astype(np.int64) * self._rows + at // self._row_pairs
-        to = row * (3 * self._row_pairs) + at % self._row_pairs  # on the line of all the rows' numbers
+        to = row * (3 * self._row_pairs) + at % self._row_pairs
         padding = parts["pool"] == PADDING
-        line = rows.reshape(-1)
         self._pad(line, parts["pairs"][padding], to[padding])
         padded = int(parts["pairs"][padding].sum())
         if padded:
             parts, to = parts[~padding], to[~padding]
-        if rows.size < len(parts) * 3 * _SHORT:
+        if line.size < len(parts) * 3 * SHORT:
             self._gather(line, parts, to)
         else:
             self._copy(line, parts, to)
-        return rows, padded
+        return padded
 
     def _copy(self, line: I32, parts: Segments, to: I64) -> None:
         """One slice copy a segment and array: the least work where segments are long."""

@@ -1,82 +1,28 @@
 """A lane group: some of a run's lanes, from dealt windows to rows.
 
-It is fed the tokenised windows of every source, in order, and gives *chunks*: runs of steps that nothing still to be
-read can change. It does not read, wait, or know of other groups: all groups deal all pieces and keep their own lanes',
-so the number of groups cannot change a byte.
+It is fed the tokenised windows of every source, in order, and gives steps: the rows of its lanes, and a *lane block* that
+says what they are. It does not read, wait, or know of other groups: all groups deal all pieces and keep their own lanes',
+so the number of groups cannot change a byte. `docs/decisions/0005-lane-groups.md` says how groups are put together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from zephon_ray.chunk import Chunk, Standing, StepRows
-from zephon_ray.plan.dealing import Dealer, SourceStart, phases
-from zephon_ray.plan.packing import SEGMENT, Laid, Segments, lay_fills, lay_padding, lay_wrap
+from zephon_ray.feeding import FedWindows, Want
+from zephon_ray.lane_blocks import LaneBlock, LanesState
+from zephon_ray.plan.dealing import Dealer, phases
+from zephon_ray.plan.packing import SEGMENT, Fills, Laid, Segments, lay_fills, lay_padding, lay_wrap
 from zephon_ray.plan.pieces import I64, PIECE, Pieces, UnitShape, cut_pieces, join
-from zephon_ray.plan.windows import Position
+from zephon_ray.pools import I32, pool_of_all, pool_of_own
 from zephon_ray.recipe import Recipe
+from zephon_ray.stages.unit import TokenisedUnit
 
 _NEVER = np.iinfo(np.int64).max
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LanesState:
-    """Where all lanes stand between two steps: the contract's "State" without its envelope.
-
-    Args:
-        sources: one a source.
-        open_source: int64 [lanes]; `wrap`: the source of the piece partly used, -1 where there is none.
-        open_used: int64 [lanes]; `wrap`: how many of its pairs are used; `best_fit`: rows given of the open fill.
-    """
-
-    sources: tuple[SourceStart, ...]
-    open_source: I64
-    open_used: I64
-
-
-def beginning(recipe: Recipe, positions: Sequence[Position]) -> LanesState:
-    """The state before step 1; `positions` are the sources' first windows."""
-    zeros = np.zeros(recipe.lanes, np.int64)
-    sources = tuple(
-        SourceStart(
-            position=position,
-            dealt=zeros,
-            windows=zeros,
-            indices=zeros,
-            counts=phases(seed=recipe.seed, source=s, lanes=recipe.lanes, sequence_length=recipe.sequence_length),
-        )
-        for s, position in enumerate(positions)
-    )
-    return LanesState(sources=sources, open_source=zeros - 1, open_used=zeros)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Want:
-    """What a lane group needs before it can go on: the next windows of `source`, about `pairs` pairs of them."""
-
-    source: int
-    pairs: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FedWindows:
-    """Consecutive windows of one source.
-
-    Args:
-        units: their units, windows in order (`window` counts from 0 here), within a window slot by slot.
-        pool: uint32 [n], the units' ids end to end; the units' offsets point into it.
-        positions: the windows' starts.
-        after: the start of the window after them.
-    """
-
-    units: Sequence[UnitShape]
-    pool: npt.NDArray[np.uint32]
-    positions: Sequence[Position]
-    after: Position
 
 
 class LaneGroup:
@@ -85,12 +31,25 @@ class LaneGroup:
     Args:
         recipe: the run's.
         start: where all lanes of the run stand.
-        lanes: this group's, a contiguous range; all by default.
+        step: after which they stand there.
+        ordinals: of the windows at which the start begins, in the stream's count; 0 of each source by default. A group that
+            takes the place of another must speak of windows as the others do.
         pad_id: input of padding pairs.
+        lanes: this group's, a contiguous range; all by default.
     """
 
-    def __init__(self, recipe: Recipe, start: LanesState, *, pad_id: int = 0, lanes: range | None = None) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        start: LanesState,
+        *,
+        step: int = 0,
+        ordinals: Sequence[int] | None = None,
+        pad_id: int = 0,
+        lanes: range | None = None,
+    ) -> None:
         self.lanes = lanes if lanes is not None else range(recipe.lanes)
+        self._step, self._ordinals = step, np.array(ordinals or [0] * len(start.sources), np.int64)
         self._recipe, self._pad_id = recipe, pad_id
         self._row_pairs = recipe.sequence_length
         self._step_pairs = recipe.rows_per_lane * recipe.sequence_length
@@ -108,55 +67,66 @@ class LaneGroup:
         used = start.open_used[mine]
         self._tails = -(used if self._wraps else used * self._row_pairs)  # the open piece or fill is laid from before the start
         self._pending: list[Pieces] = [np.empty(0, PIECE) for _ in shares]
-        self._ready: Pieces = np.empty(0, PIECE)
+        self._fills = Fills(len(self.lanes), recipe.fill_pieces)
         self._laid = Laid(pieces=np.empty(0, PIECE), segments=np.empty(0, SEGMENT))
-        self._pools: dict[int, npt.NDArray[np.int32]] = {}
+        self._pools: dict[int, I32] = {}
         self._next_pool = 0
         self._final = np.zeros(len(self.lanes), np.bool_)
         self._standing = Standing.at(start.sources, mine)
         self._begun_pairs = np.array([(src.counts - f)[mine].sum() for src, f in zip(start.sources, first, strict=True)], np.int64)
         self._stale = True
+        self._chunk: Chunk | None = None
 
     # ---- input
 
-    def feed(self, source: int, windows: FedWindows) -> int:
-        """Deal the next windows of a source. Returns how many pairs they hold, over all lanes of the run."""
-        recipe, dealer = self._recipe, self._dealers[source]
-        cut = cut_pieces(
-            windows.units, seed=recipe.seed, source=source, max_pairs=recipe.max_piece_pairs, shuffled=recipe.shuffle.documents
-        )
-        pieces = dealer.deal(cut, windows.positions, windows.after, self._next_pool)
+    def feed(self, source: int, fed: FedWindows[TokenisedUnit]) -> None:
+        """Deal the next windows of a source. Nothing of them is held afterwards: the ids that are needed are copied.
+
+        Raises:
+            StateError: they do not lead to the places that the start holds.
+        """
+        recipe, units, ids, at = self._recipe, list[UnitShape](), list[npt.NDArray[np.uint32]](), 0
+        for number, window in enumerate(fed.windows):
+            for unit in window.units:
+                epoch, offsets = window.position.epoch, unit.offsets + at
+                units.append(UnitShape(window=number, epoch=epoch, group=unit.group, unit=unit.unit, offsets=offsets))
+                ids.append(unit.ids)
+                at += len(unit.ids)
+        cut = cut_pieces(units, seed=recipe.seed, source=source, max_pairs=recipe.max_piece_pairs, shuffled=recipe.shuffle.documents)
+        pieces = self._dealers[source].deal(cut, [w.position for w in fed.windows], fed.after, self._next_pool)
         if len(pieces):
             pieces["lane"] -= self.lanes.start
-            self._pools[self._next_pool] = windows.pool.view(np.int32)
+            self._pools[self._next_pool] = pool_of_all(ids) if len(self.lanes) == recipe.lanes else pool_of_own(ids, pieces)
             self._next_pool += 1
             held = self._pending[source]
             self._pending[source] = join((held, pieces)) if len(held) else pieces
         self._stale = True
-        return int(cut.pairs.sum())
 
     def end(self, source: int) -> None:
         """The source has no window left."""
         self._dealers[source].end()
         self._stale = True
 
-    def ended(self, source: int) -> bool:
-        return self._dealers[source].ended
-
     # ---- what comes next
 
-    def want(self) -> Want | None:
-        """What must be fed before `chunk` can be called; None when it can, or when the stream is over (see `over`)."""
+    def want(self, failed: Collection[int] = ()) -> Want | None:
+        """What must be fed before `next_step` can be called; None when it can, when the group is over, or when only `failed` would help.
+
+        Args:
+            failed: sources whose next window cannot be had.
+        """
+        if self._planned:
+            return None
         if self._stale:
-            self._take_ready()
-            self._lay_ready()
+            self._lay(self._take_ready())
             self._stale = False
-        short = (self._tails < self._step_pairs) & ~self._final
+        short = self._short
         if self.over or not short.any():
             return None
-        limits = self._limiting_source[short]
-        source = int(np.bincount(limits, minlength=len(self._shares)).argmax())
-        return Want(source=source, pairs=self._pairs_to_go(short, source))
+        waiting = np.bincount(self._limiting_source[short], minlength=len(self._shares))
+        waiting[list(failed)] = 0
+        source = int(waiting.argmax())
+        return Want(source=source, pairs=self._pairs_to_go(short, source)) if waiting[source] else None
 
     def _pairs_to_go(self, short: npt.NDArray[np.bool_], source: int) -> int:
         """A rough number of pairs of one source that the short lanes lack for a step; it decides no byte."""
@@ -164,17 +134,37 @@ class LaneGroup:
         lacking = int((self._step_pairs - self._tails[short]).sum())
         if not self._wraps:
             lacking = max(lacking, self._recipe.fill_pieces * int(short.sum()))
+        lacking = lacking * self._recipe.lanes // len(self.lanes)  # the lanes of other groups are dealt theirs of it
         return 1 + lacking * int(self._shares[source]) // int(self._shares[live].sum())
 
     @property
+    def _planned(self) -> bool:
+        return self._chunk is not None and self._chunk.left > 0
+
+    @property
+    def _short(self) -> npt.NDArray[np.bool_]:
+        """Lanes that lack pairs for a step and can still get some."""
+        return (self._tails < self._step_pairs) & ~self._final
+
+    @property
     def over(self) -> bool:
-        """No further step can be made. Up to date after `want`."""
+        """Its lanes have ended. Without padding it makes no further step, with padding it goes on with rows of padding.
+
+        Up to date after `want`, and still if other windows were fed since: what it lacked then, they cannot give.
+        """
+        if self._planned:
+            return False
         if self._pads:
             return bool(self._final.all()) and int(self._tails.max()) <= 0
         return bool((self._final & (self._tails < self._step_pairs)).any())
 
-    def _take_ready(self) -> None:
-        """Move the pieces whose turn nothing still to be dealt can come before from pending to ready, in mixture order."""
+    @property
+    def ready(self) -> bool:
+        """`next_step` can be called. Up to date after `want`."""
+        return self._planned or (not self._short.any() and (self._pads or not self.over))
+
+    def _take_ready(self) -> Pieces:
+        """Take the pieces whose turn nothing still to be dealt can come before from pending, sorted by (lane, mixture order)."""
         mine = slice(self.lanes.start, self.lanes.stop)
         horizon = np.stack([d.horizon()[mine] for d in self._dealers])
         if not self._stops:
@@ -192,41 +182,24 @@ class LaneGroup:
                 if turn.any():
                     taken.append(pieces[turn])
                     self._pending[s] = pieces[~turn]
-        if taken:
-            ready = join(taken)
-            ready = ready[np.lexsort((ready["source"], ready["virtual_time"], ready["lane"]))]
-            self._ready = join((self._ready, ready)) if len(self._ready) else ready
+        if not taken:
+            return np.empty(0, PIECE)
+        ready = join(taken)
+        return ready[np.lexsort((ready["source"], ready["virtual_time"], ready["lane"]))]
 
-    def _lay_ready(self) -> None:
+    def _lay(self, ready: Pieces) -> None:
         """Pack what is ready behind the lanes' tails."""
         if self._wraps:
-            pieces, self._ready = self._ready, self._ready[:0]
-            laid = lay_wrap(pieces, self._tails, self._row_pairs)
+            laid = lay_wrap(ready, self._tails, self._row_pairs)
         else:
-            pieces, sizes = self._take_fills()
+            self._fills.add(ready)
+            pieces, sizes = self._fills.take(self._final)
             if (self._tails < 0).any():  # the open fill of a restored state: begun, and in no count of the state
                 again = self._first_fills(pieces, sizes)
                 np.add.at(self._begun_pairs, again["source"], again["pairs"])
             laid = lay_fills(pieces, sizes, self._tails, self._row_pairs)
         if len(laid.pieces):
             self._laid = Laid(pieces=join((self._laid.pieces, laid.pieces)), segments=join((self._laid.segments, laid.segments)))
-
-    def _take_fills(self) -> tuple[Pieces, I64]:
-        """Fill after fill, the pieces of the lanes' fills, and the fills' sizes; only the last of a final lane is not full."""
-        ready = self._ready[np.argsort(self._ready["lane"], kind="stable")]
-        size = self._recipe.fill_pieces
-        edges = np.searchsorted(ready["lane"], np.arange(len(self.lanes) + 1))
-        have = np.diff(edges)
-        whole, rest = have // size, have % size
-        taken = np.where(self._final, have, whole * size)
-        rank = np.arange(len(ready)) - np.repeat(edges[:-1], have)
-        take = rank < np.repeat(taken, have)
-        self._ready = ready[~take]
-        fills = whole + (self._final & (rest > 0))
-        sizes = np.full(int(fills.sum()), size, np.int64)
-        lasts = np.cumsum(fills)[self._final & (rest > 0)] - 1
-        sizes[lasts] = rest[self._final & (rest > 0)]
-        return ready[take], sizes
 
     def _first_fills(self, pieces: Pieces, sizes: I64) -> Pieces:
         """Of fills that are about to be laid, those that begin before the start."""
@@ -237,14 +210,26 @@ class LaneGroup:
 
     # ---- output
 
-    def chunk(self) -> Chunk:
-        """The next steps; call it when `want` gives None and the stream is not `over`."""
+    def next_step(self, rows: I32) -> LaneBlock:
+        """Make the next step of the group; call it when it is `ready`.
+
+        Args:
+            rows: int32 [rows, 3, sequence_length], contiguous; is filled with the rows of its lanes.
+        """
+        over = self.over
+        if self._chunk is None or not self._chunk.left:
+            self._chunk = self._plan()
+        self._step += 1
+        return self._block(self._chunk.next_step(rows), over)
+
+    def _plan(self) -> Chunk:
+        """The next steps, as many as nothing still to be read can change."""
         recipe, span = self._recipe, self._step_pairs
         full = self._tails // span
         if not self._pads:
             steps = int(full.min())
         elif self._final.all():
-            steps = -(-int(self._tails.max()) // span)
+            steps = max(1, -(-int(self._tails.max()) // span))  # once it is over, a step of padding at a time
         else:
             steps = int(full[~self._final].min())
         end = steps * span
@@ -268,24 +253,29 @@ class LaneGroup:
         self._standing, self._begun_pairs = chunk.end_standing(), chunk.end_pairs
         return chunk
 
-    def state_after(self, step: StepRows) -> LanesState:
-        """The state after a step, for a group of all lanes; steps in order, since older windows are forgotten."""
-        sources = []
-        for s, dealer in enumerate(self._dealers):
-            windows = step.standing.windows[s]
-            oldest = int(windows.min())
-            dealer.forget(oldest)
-            position, dealt = dealer.start_of(oldest)
-            sources.append(
-                SourceStart(
-                    position=position,
-                    dealt=dealt,
-                    windows=windows - oldest,
-                    indices=step.standing.indices[s],
-                    counts=step.standing.counts[s],
-                )
-            )
-        return LanesState(sources=tuple(sources), open_source=step.open_source, open_used=step.open_used)
+    def _block(self, step: StepRows, over: bool) -> LaneBlock:
+        """What is to be said of a step; steps in order, since windows older than all lanes' are forgotten."""
+        oldest = []
+        for dealer, ordinal in zip(self._dealers, step.standing.windows.min(axis=1).tolist(), strict=True):
+            dealer.forget(ordinal)
+            oldest.append(dealer.start_of(ordinal))
+        first = self._ordinals[:, None]
+        return LaneBlock(
+            step=self._step,
+            first_lane=self.lanes.start,
+            row_digests=step.digests,
+            padding=step.padding,
+            over=over,
+            windows=step.standing.windows + first,
+            indices=step.standing.indices,
+            counts=step.standing.counts,
+            open_source=step.open_source,
+            open_used=step.open_used,
+            oldest=tuple(oldest),
+            pairs=step.pairs,
+            used_before=self._ordinals + step.used_before,
+            used=self._ordinals + step.used,
+        )
 
     def _padding(self, end: int) -> Segments:
         """What lanes that have ended give up to `end`."""
@@ -301,5 +291,5 @@ class LaneGroup:
         segments["at"] -= end
         self._laid = Laid(pieces=pieces, segments=segments)
         self._tails = np.maximum(self._tails - end, 0)
-        live = set(np.unique(np.concatenate([segments["pool"], self._ready["pool"], *(p["pool"] for p in self._pending)])).tolist())
+        live = set(np.unique(np.concatenate([segments["pool"], self._fills.pools, *(p["pool"] for p in self._pending)])).tolist())
         self._pools = {n: pool for n, pool in self._pools.items() if n in live}

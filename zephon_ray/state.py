@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from zephon_ray.errors import StateError
 from zephon_ray.hashing import canonical_json, sha256_hex
-from zephon_ray.lanes import LanesState
+from zephon_ray.lane_blocks import LanesState
 from zephon_ray.plan.dealing import SourceStart
 from zephon_ray.plan.windows import Position
 from zephon_ray.recipe import CONTRACT_VERSION

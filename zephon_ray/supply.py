@@ -1,26 +1,22 @@
 """Supply: the tokenised units of one source, put in order of windows again.
 
 It takes units as they come, keyed, and gives whole windows. The units of a source that is small enough are kept, so
-that its later epochs read and tokenise nothing.
+that its later epochs read and tokenise nothing. It looks at facts of units only: they may be references to arrays elsewhere.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-
-import numpy as np
+from typing import Generic
 
 from zephon_ray.errors import BadRecordError, DataChangedError, SourceError
-from zephon_ray.lanes import FedWindows
+from zephon_ray.feeding import FedWindows, U, Window
 from zephon_ray.ledger.line import LeftOutCounts, UnitDigests, WindowUse
 from zephon_ray.manifest import SourceManifest
-from zephon_ray.plan.pieces import UnitShape
 from zephon_ray.plan.windows import Position, SourceCursor, UnitKey, UnitTask
 from zephon_ray.recipe import Recipe
 from zephon_ray.runners.base import FailedUnit
-from zephon_ray.stages.unit import TokenisedUnit
 
 
 class Memory:
@@ -34,13 +30,7 @@ class Memory:
         self.left = limit_bytes
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Window:
-    position: Position
-    units: Sequence[TokenisedUnit]
-
-
-class SourceSupply:
+class SourceSupply(Generic[U]):
     """Windows of one source, from a position on.
 
     Args:
@@ -74,9 +64,9 @@ class SourceSupply:
         self._manifest, self._recorded = manifest, recorded
         self._cursor = SourceCursor(recipe, manifest, position)
         self._max_bad = recipe.sources[self.source].max_bad_records
-        self._arrived: dict[UnitKey, TokenisedUnit | FailedUnit] = {}
+        self._arrived: dict[UnitKey, U | FailedUnit] = {}
         self._tasks: list[UnitTask] | None = None
-        self._memory, self._kept, self._kept_bytes = memory, dict[tuple[int, int], TokenisedUnit](), 0
+        self._memory, self._kept, self._kept_bytes = memory, dict[tuple[int, int], U](), 0
         self._keeps = True
         self.remembered = False
         self._epoch_pairs, self._epoch_bad, self._whole_epoch = 0, 0, position.window == 0
@@ -97,12 +87,12 @@ class SourceSupply:
         """Pairs a window so far, at least 1."""
         return max(1, self.pairs // max(1, self.fed))
 
-    def put(self, unit: TokenisedUnit | FailedUnit) -> None:
+    def put(self, unit: U | FailedUnit) -> None:
         """Take a unit in; windows may need it now, later, or never."""
         if not self.remembered:
             self._arrived[unit.source, unit.epoch, unit.group, unit.unit] = unit
 
-    def next_windows(self, pairs: int, most: int) -> FedWindows | None:
+    def next_windows(self, pairs: int, most: int) -> FedWindows[U] | None:
         """The next windows that are whole, until they hold `pairs` pairs or are `most`; None where not even one is.
 
         A window that cannot be used is an error only when it is the first that is asked for, so that every step that can
@@ -115,13 +105,13 @@ class SourceSupply:
         Raises:
             BadRecordError, SourceError, DataChangedError, StorageError: the next window cannot be used.
         """
-        windows: list[_Window] = []
+        windows: list[Window[U]] = []
         got = 0
         while got < pairs and len(windows) < most and not self.done:
             window = self._next_window()
             if isinstance(window, Exception) and not windows:
                 raise window
-            if not isinstance(window, _Window):
+            if not isinstance(window, Window):
                 break
             windows.append(window)
             got += self._account(window)
@@ -129,9 +119,9 @@ class SourceSupply:
             return None
         self.fed += len(windows)
         self.pairs += got
-        return self._joined(windows)
+        return FedWindows(windows=windows, after=self._cursor.position)
 
-    def _next_window(self) -> _Window | Exception | None:
+    def _next_window(self) -> Window[U] | Exception | None:
         """The next window; what is wrong with it; or None while units of it are missing."""
         if self._tasks is None:
             self._tasks = self._cursor.tasks()
@@ -144,10 +134,11 @@ class SourceSupply:
             units = []
             for task in tasks:
                 unit = self._arrived[task.key]
+                if isinstance(unit, FailedUnit):
+                    return unit.error
                 if fault := self._fault(task, unit):
                     return fault
-                if isinstance(unit, TokenisedUnit):
-                    units.append(unit)
+                units.append(unit)
             if too_many := self._too_many_bad(units):
                 return too_many
             for task in tasks:
@@ -156,11 +147,9 @@ class SourceSupply:
         position = self._cursor.position
         self._cursor.advance([u.last for u in units])
         self._tasks = None
-        return _Window(position=position, units=units)
+        return Window(position=position, units=units)
 
-    def _fault(self, task: UnitTask, unit: TokenisedUnit | FailedUnit) -> Exception | None:
-        if isinstance(unit, FailedUnit):
-            return unit.error
+    def _fault(self, task: UnitTask, unit: U) -> Exception | None:
         if unit.error is not None:
             return BadRecordError(unit.error)
         recorded = self._recorded.get((task.epoch, self._cursor.window), {}).get((unit.group, unit.unit))
@@ -171,7 +160,7 @@ class SourceSupply:
             f" read it (digest {unit.digest:016x}, recorded {recorded:016x}). Restore the file, or start a new run"
         )
 
-    def _too_many_bad(self, units: Sequence[TokenisedUnit]) -> BadRecordError | None:
+    def _too_many_bad(self, units: Sequence[U]) -> BadRecordError | None:
         bad = self._epoch_bad + sum(u.bad for u in units)
         if self._max_bad is None or bad <= self._max_bad:
             return None
@@ -180,25 +169,25 @@ class SourceSupply:
             f" Mend the data, or raise the limit. The last ones: {'; '.join(x for u in units for x in u.bad_examples)}"
         )
 
-    def _keep(self, units: Sequence[TokenisedUnit]) -> None:
+    def _keep(self, units: Sequence[U]) -> None:
         """Remember units while the source may turn out to be small."""
         if not self._keeps:
             return
         for unit in units:
-            key, size = (unit.group, unit.unit), unit.ids.nbytes + unit.offsets.nbytes
+            key, size = (unit.group, unit.unit), unit.nbytes
             if key in self._kept:
                 continue
             if size > self._memory.left:
                 self._memory.left += self._kept_bytes
                 self._kept, self._kept_bytes, self._keeps = {}, 0, False
                 return
-            self._kept[key] = unit if unit.ids.flags.owndata else replace(unit, ids=unit.ids.copy(), offsets=unit.offsets.copy())
+            self._kept[key] = unit.owned()
             self._kept_bytes += size
             self._memory.left -= size
 
-    def _account(self, window: _Window) -> int:
+    def _account(self, window: Window[U]) -> int:
         """Count a window's records; returns its pairs."""
-        pairs = sum(len(u.ids) - u.documents for u in window.units)
+        pairs = sum(u.pairs for u in window.units)
         self._epoch_pairs += pairs
         self._epoch_bad += sum(u.bad for u in window.units)
         if self._next_ordinal > self._used_before:
@@ -225,22 +214,6 @@ class SourceSupply:
             self.remembered = True
             self._arrived.clear()
         self._whole_epoch = True
-
-    def _joined(self, windows: Sequence[_Window]) -> FedWindows:
-        shapes, ids, at = [], [], 0
-        for number, window in enumerate(windows):
-            for unit in window.units:
-                shapes.append(
-                    UnitShape(window=number, epoch=window.position.epoch, group=unit.group, unit=unit.unit, offsets=unit.offsets + at)
-                )
-                ids.append(unit.ids)
-                at += len(unit.ids)
-        return FedWindows(
-            units=shapes,
-            pool=np.concatenate(ids) if ids else np.empty(0, np.uint32),
-            positions=[w.position for w in windows],
-            after=self._cursor.position,
-        )
 
     def skip_used(self, newest: int) -> None:
         """Windows up to ordinal `newest` were used by steps before the stream was opened; they may not be fed yet."""

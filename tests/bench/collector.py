@@ -1,6 +1,6 @@
 """Speed of the ordered part alone: deal, mix, pack and digest tokenised units that are in memory.
 
-    python tests/bench/collector.py [--lanes 8 1024] [--tokens 600 60] [--packing wrap best_fit]
+    python tests/bench/collector.py [--lanes 8 1024] [--tokens 600 60] [--packing wrap best_fit] [--groups 1]
 
 Prints millions of next-token pairs per CPU second, the median of some rounds; lanes and lengths are interleaved, so that
 a noisy machine hits all alike. Two sources (0.7 and 0.3), sequences of 2,048, windows of sixteen units of 256k ids.
@@ -12,16 +12,20 @@ import argparse
 import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
-from zephon_ray.batches import fold
-from zephon_ray.lanes import FedWindows, LaneGroup, beginning
-from zephon_ray.plan.pieces import UnitShape
+from zephon_ray.feeding import FedWindows, Window
+from zephon_ray.joining import join_blocks
+from zephon_ray.lane_blocks import beginning, split_lanes
+from zephon_ray.lanes import LaneGroup
 from zephon_ray.plan.windows import Position
 from zephon_ray.recipe import Recipe, recipe_from_dict
+from zephon_ray.stages.unit import TokenisedUnit
 
 UNITS, UNIT_IDS, SEQUENCE = 16, 262_144, 2048
+WARM_PAIRS = 4_000_000  # about the first window
 
 
 def a_recipe(lanes: int, packing: str) -> Recipe:
@@ -33,48 +37,47 @@ def a_recipe(lanes: int, packing: str) -> Recipe:
     return recipe_from_dict(fields, "/nowhere")
 
 
-def windows(mean_tokens: int, seed: int) -> Iterator[FedWindows]:
+def windows(mean_tokens: int, seed: int) -> Iterator[FedWindows[TokenisedUnit]]:
     """Endless windows of documents of 2 to 2*mean_tokens-2 ids; four different ones in turn."""
     draw = np.random.default_rng(seed)
     made = []
     for number in range(4):
-        shapes, ids, at = [], [], 0
-        for unit in range(UNITS):
+        units = []
+        for group in range(UNITS):
             lengths = draw.integers(2, 2 * mean_tokens - 1, UNIT_IDS // mean_tokens)
-            offsets = at + np.concatenate(([0], np.cumsum(lengths)))
-            shapes.append((unit, number, offsets))
-            ids.append(draw.integers(0, 100_000, int(lengths.sum()), dtype=np.uint32))
-            at = int(offsets[-1])
-        made.append((shapes, np.concatenate(ids)))
-    place = Position(epoch=0, window=0, places=())
+            offsets = np.concatenate(([0], np.cumsum(lengths)))
+            ids = draw.integers(0, 100_000, int(offsets[-1]), dtype=np.uint32)
+            nothing = TokenisedUnit.nothing(source=0, epoch=0, group=group, unit=number)
+            units.append(replace(nothing, ids=ids, offsets=offsets))
+        made.append(units)
     epoch = 0
     while True:
-        for shapes, pool in made:
-            units = [UnitShape(window=0, epoch=epoch, group=g, unit=u, offsets=o) for g, u, o in shapes]
-            yield FedWindows(units=units, pool=pool.copy(), positions=[place], after=place)
+        for units in made:
+            place = Position(epoch=epoch, window=0, places=())
+            yield FedWindows(windows=[Window(position=place, units=units)], after=place)
         epoch += 1
 
 
-def pairs_per_cpu_second(lanes: int, mean_tokens: int, packing: str, seconds: float) -> float:
+def pairs_per_cpu_second(lanes: int, mean_tokens: int, packing: str, seconds: float, groups: int = 1) -> float:
+    """Of all groups together, one after the other in this process."""
     recipe = a_recipe(lanes, packing)
     place = Position(epoch=0, window=0, places=())
-    group = LaneGroup(recipe, beginning(recipe, [place, place]))
+    parts = [LaneGroup(recipe, beginning(recipe, [place, place]), lanes=of) for of in split_lanes(lanes, groups)]
     sources = [windows(mean_tokens, seed) for seed in (1, 2)]
-    chain, step, began, pairs_began = bytes(16), 0, time.process_time(), 0
-    warm = True
+    chain, began, pairs_began = bytes(16), 0.0, 0
     while True:
-        while (want := group.want()) is not None:
-            group.feed(want.source, next(sources[want.source]))
-        chunk = group.chunk()
-        while chunk.left:
-            made = chunk.next_step()
-            step += 1
-            _, chain = fold(step, chain, made.digests)
-            group.state_after(made)
-            pairs = int(made.pairs.sum())
-        if warm:
-            warm, began, pairs_began = False, time.process_time(), pairs
-        elif time.process_time() - began > seconds:
+        for group in parts:
+            while (want := group.want()) is not None:
+                fed = next(sources[want.source])
+                for each in parts:
+                    each.feed(want.source, fed)
+        height = recipe.rows_per_lane
+        rows = np.empty((recipe.global_batch_size, 3, SEQUENCE), np.int32)
+        step = join_blocks(chain, [g.next_step(rows[g.lanes.start * height : g.lanes.stop * height]) for g in parts])
+        chain, pairs = step.chain, int(step.pairs.sum())
+        if not began and pairs > WARM_PAIRS:
+            began, pairs_began = time.process_time(), pairs
+        elif began and time.process_time() - began > seconds:
             return (pairs - pairs_began) / (time.process_time() - began)
 
 
@@ -83,6 +86,7 @@ def main() -> None:
     parser.add_argument("--lanes", type=int, nargs="+", default=[8, 1024])
     parser.add_argument("--tokens", type=int, nargs="+", default=[600, 60])
     parser.add_argument("--packing", nargs="+", default=["wrap", "best_fit"])
+    parser.add_argument("--groups", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=2.0)
     args = parser.parse_args()
@@ -90,7 +94,7 @@ def main() -> None:
     rates: dict[tuple[str, int, int], list[float]] = {case: [] for case in cases}
     for _ in range(args.rounds):
         for packing, tokens, lanes in cases:
-            rates[packing, tokens, lanes].append(pairs_per_cpu_second(lanes, tokens, packing, args.seconds) / 1e6)
+            rates[packing, tokens, lanes].append(pairs_per_cpu_second(lanes, tokens, packing, args.seconds, args.groups) / 1e6)
     print("| packing | tokens a document | lanes | M pairs / CPU-s | lowest | highest |\n|---|---|---|---|---|---|")
     for (packing, tokens, lanes), got in rates.items():
         print(f"| {packing} | {tokens} | {lanes} | {statistics.median(got):.0f} | {min(got):.0f} | {max(got):.0f} |")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from zephon_ray.hashing import extend_key64, key64
 from zephon_ray.plan.dealing import Dealer, SourceStart
-from zephon_ray.plan.packing import PADDING, best_fit_rows, lay_fills, lay_padding, lay_wrap
+from zephon_ray.plan.packing import PADDING, Fills, best_fit_rows, lay_fills, lay_padding, lay_wrap
 from zephon_ray.plan.pieces import PIECE, UnitShape, cut_pieces
 from zephon_ray.plan.windows import Position
 
@@ -121,3 +121,28 @@ def test_dealing_gives_each_piece_to_the_lane_with_the_fewest_pairs(windows: lis
     assert max(dealt) - min(dealt) <= 40
     _, before = one.start_of(len(windows))
     assert (before + min(dealt)).tolist() == dealt
+
+
+@given(st.integers(1, 4), st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=12), st.sets(st.integers(0, 2)))))
+def test_pieces_wait_for_their_fill_in_order_and_what_is_left_in_a_final_lane_is_a_fill(
+    size: int, rounds: list[tuple[list[int], set[int]]]
+) -> None:
+    fills, waiting, ended, number = Fills(3, size), [list[int]() for _ in range(3)], set[int](), 0
+    for lanes, finals in rounds:
+        pieces = np.zeros(len([lane for lane in lanes if lane not in ended]), PIECE)
+        pieces["lane"] = sorted(lane for lane in lanes if lane not in ended)
+        pieces["start"] = np.arange(number, number + len(pieces))
+        number += len(pieces)
+        for lane, start in zip(pieces["lane"].tolist(), pieces["start"].tolist(), strict=True):
+            waiting[lane].append(start)
+        ended |= finals
+        fills.add(pieces)
+        taken, sizes = fills.take(np.array([lane in ended for lane in range(3)]))
+        expected, of_sizes = list[int](), list[int]()
+        for lane in range(3):
+            while len(waiting[lane]) >= size or (lane in ended and waiting[lane]):
+                expected += waiting[lane][:size]
+                of_sizes.append(len(waiting[lane][:size]))
+                del waiting[lane][:size]
+        assert (taken["start"].tolist(), sizes.tolist()) == (expected, of_sizes)
+        assert len(fills.pools) == sum(map(len, waiting))

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 
-from zephon_ray.collector import LEAD_WINDOWS
 from zephon_ray.forecast.samples import Sample
 from zephon_ray.manifest import SourceManifest
 from zephon_ray.recipe import Recipe
 from zephon_ray.recipe_checks import nearest
+from zephon_ray.supplies import LEAD_WINDOWS
 
 ID_BYTES = 4
 PLACE_BYTES = 12

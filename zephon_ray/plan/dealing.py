@@ -91,6 +91,7 @@ class Dealer:
         heapify(self._heap)
         self._deals: deque[_Deal] = deque()
         self._after = start.position
+        self._last_start: tuple[int, tuple[Position, I64]] | None = None
 
     @property
     def ended(self) -> bool:
@@ -212,8 +213,13 @@ class Dealer:
     def start_of(self, ordinal: int) -> tuple[Position, I64]:
         """Start of a window that is not forgotten, and pairs dealt to each lane (int64 [lanes]) before it, less their minimum.
 
-        `ordinal` may be the next window, not dealt yet.
+        `ordinal` may be the next window, not dealt yet. The array is not to be changed: it is the same as long as `ordinal` is.
         """
+        if self._last_start is None or self._last_start[0] != ordinal:
+            self._last_start = ordinal, self._find_start(ordinal)
+        return self._last_start[1]
+
+    def _find_start(self, ordinal: int) -> tuple[Position, I64]:
         for deal in self._deals:
             if ordinal < deal.first + len(deal.positions):
                 dealt = deal.before.copy()

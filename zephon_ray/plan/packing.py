@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from zephon_ray.plan.pieces import I64, Pieces, join, within
+from zephon_ray.plan.pieces import I64, PIECE, Pieces, join, within
 
 PADDING = -1
 """Number of the pool of a segment that is padding."""
@@ -109,6 +109,56 @@ def best_fit_rows(pairs: list[int], sequence_length: int) -> list[list[int]]:
     for members in rows:
         members.sort()
     return rows
+
+
+class Fills:
+    """Pieces that wait until the next fill of their lane is full. What a call costs does not grow with what is waiting.
+
+    Args:
+        lanes: how many.
+        size: pieces of a fill, at least 1.
+    """
+
+    def __init__(self, lanes: int, size: int) -> None:
+        self._size = size
+        self._parts: list[list[Pieces]] = [[] for _ in range(lanes)]
+        self._waiting = np.zeros(lanes, np.int64)
+
+    def add(self, pieces: Pieces) -> None:
+        """Pieces sorted by (lane, mixture order), all after those that wait."""
+        edges = np.searchsorted(pieces["lane"], np.arange(len(self._parts) + 1))
+        counts = np.diff(edges)
+        self._waiting += counts
+        for lane in np.flatnonzero(counts).tolist():
+            self._parts[lane].append(pieces[edges[lane] : edges[lane + 1]])
+
+    def take(self, final: npt.NDArray[np.bool_]) -> tuple[Pieces, I64]:
+        """The fills that are full, and all that waits in lanes to which nothing comes any more.
+
+        Args:
+            final: bool [lanes], which lanes these are.
+
+        Returns:
+            Their pieces, fill after fill and lane by lane, and the fills' sizes, int64 [fills].
+        """
+        whole, rest = np.divmod(self._waiting, self._size)
+        closed = final & (rest > 0)
+        fills = whole + closed
+        taken = []
+        for lane in np.flatnonzero(fills).tolist():
+            held, n = join(self._parts[lane]), int(self._waiting[lane] if closed[lane] else whole[lane] * self._size)
+            taken.append(held[:n])
+            self._parts[lane] = [held[n:]] if n < len(held) else []
+        self._waiting = np.where(closed, 0, rest)
+        sizes = np.full(int(fills.sum()), self._size, np.int64)
+        sizes[np.cumsum(fills)[closed] - 1] = rest[closed]
+        return join(taken) if taken else np.empty(0, PIECE), sizes
+
+    @property
+    def pools(self) -> I64:
+        """Numbers of the pools of all pieces that wait, int64 [n], in no order and more than once."""
+        parts = [part["pool"] for of_lane in self._parts for part in of_lane]
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
 def lay_fills(pieces: Pieces, sizes: I64, tails: I64, sequence_length: int) -> Laid:

@@ -5,7 +5,7 @@ It is the unit of retry, of the token cache and of audit. Nothing here reads or 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -102,6 +102,20 @@ class TokenisedUnit:
     @property
     def documents(self) -> int:
         return len(self.offsets) - 1
+
+    @property
+    def pairs(self) -> int:
+        """Next-token pairs of its documents."""
+        return len(self.ids) - self.documents
+
+    @property
+    def nbytes(self) -> int:
+        """Of ids and offsets."""
+        return self.ids.nbytes + self.offsets.nbytes
+
+    def owned(self) -> TokenisedUnit:
+        """The unit with arrays of its own: it holds no buffer of a batch that other units lie in."""
+        return self if self.ids.flags.owndata else replace(self, ids=self.ids.copy(), offsets=self.offsets.copy())
 
     def to_arrow(self) -> pa.RecordBatch:
         """One row in `SCHEMA`. The buffers of ids and offsets are shared, not copied."""

@@ -1,0 +1,116 @@
+"""Joining: the lane blocks of all lane groups become the step of the whole run. It sees no token and remembers nothing.
+
+Groups may be any contiguous ranges of lanes; which they are cannot change what comes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import chain as end_to_end
+
+import numpy as np
+
+from zephon_ray.batches import fold
+from zephon_ray.errors import RunnerError
+from zephon_ray.lane_blocks import LaneBlock, LanesState
+from zephon_ray.plan.dealing import SourceStart
+from zephon_ray.plan.pieces import I64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JoinedStep:
+    """What all groups say of one step.
+
+    Args:
+        step: from 1.
+        row_digests: of all lanes, 16 bytes each.
+        digest: of the global batch, 16 bytes.
+        chain: up to it, 16 bytes.
+        padding: pairs that are padding.
+        pairs: int64 [sources], pairs of all pieces begun since the run began.
+        used_before, used: int64 [sources], newest window in use before and after the step, as in `LaneBlock`.
+        oldest: int64 [sources], ordinals of the windows at which the state begins.
+        lanes: where all lanes stand after the step.
+    """
+
+    step: int
+    row_digests: tuple[bytes, ...]
+    digest: bytes
+    chain: bytes
+    padding: int
+    pairs: I64
+    used_before: I64
+    used: I64
+    oldest: I64
+    lanes: LanesState
+
+
+def is_over(groups: Iterable[bool], *, pads: bool) -> bool:
+    """Whether the stream ends before a step, from what each group says of itself: with padding all must be over, else one is enough."""
+    return all(groups) if pads else any(groups)
+
+
+def join_blocks(previous_chain: bytes, blocks: Sequence[LaneBlock]) -> JoinedStep:
+    """Join the blocks of one step.
+
+    Args:
+        previous_chain: the chain up to the step before, 16 bytes.
+        blocks: of all lanes, in order of lane.
+
+    Raises:
+        RunnerError: they are not the blocks of one step, or lanes are missing or doubled: no such step may be handed on.
+    """
+    _check(blocks)
+    step = blocks[0].step
+    row_digests = tuple(end_to_end.from_iterable(b.row_digests for b in blocks))
+    digest, chain = fold(step, previous_chain, row_digests)
+    windows = _lane_by_lane([b.windows for b in blocks])
+    oldest = windows.min(axis=1)
+    return JoinedStep(
+        step=step,
+        row_digests=row_digests,
+        digest=digest,
+        chain=chain,
+        padding=sum(b.padding for b in blocks),
+        pairs=reduce(np.add, [b.pairs for b in blocks]),
+        used_before=reduce(np.maximum, [b.used_before for b in blocks]),
+        used=reduce(np.maximum, [b.used for b in blocks]),
+        oldest=oldest,
+        lanes=LanesState(
+            sources=_starts(blocks, windows, oldest),
+            open_source=_lane_by_lane([b.open_source for b in blocks]),
+            open_used=_lane_by_lane([b.open_used for b in blocks]),
+        ),
+    )
+
+
+def _check(blocks: Sequence[LaneBlock]) -> None:
+    lane = 0
+    for block in blocks:
+        if block.first_lane != lane or block.step != blocks[0].step:
+            raise RunnerError(
+                f"lane blocks do not make a step: lane {block.first_lane} of step {block.step} came where lane {lane} of step"
+                f" {blocks[0].step} should. Resume from the last state"
+            )
+        lane += len(block.open_used)
+    lanes = len(blocks[0].oldest[0][1])
+    if lane != lanes:
+        raise RunnerError(f"lane blocks do not make a step: lanes {lane} to {lanes - 1} of step {blocks[0].step} are missing")
+
+
+def _starts(blocks: Sequence[LaneBlock], windows: I64, oldest: I64) -> tuple[SourceStart, ...]:
+    """A group in which some lane stands in the oldest window of all knows its start, and what was dealt before it."""
+    indices, counts = _lane_by_lane([b.indices for b in blocks]), _lane_by_lane([b.counts for b in blocks])
+    starts = []
+    for s, ordinal in enumerate(oldest.tolist()):
+        block = next(b for b in blocks if int(b.windows[s].min()) == ordinal) if len(blocks) > 1 else blocks[0]
+        position, dealt = block.oldest[s]
+        starts.append(SourceStart(position=position, dealt=dealt, windows=windows[s] - ordinal, indices=indices[s], counts=counts[s]))
+    return tuple(starts)
+
+
+def _lane_by_lane(arrays: Sequence[I64]) -> I64:
+    """Groups' arrays end to end along the lanes, their last axis."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=-1)
