@@ -14,7 +14,7 @@ from ray._private.internal_api import get_memory_info_reply, get_state_from_addr
 
 from tests.core.runner_suite import eventually
 from tests.ray.many_units import chains_of, many_units
-from zephon_ray.collector import LEAD_WINDOWS, prepare
+from zephon_ray.supplies import LEAD_WINDOWS, prepare
 from zephon_ray.plan.windows import UnitTask
 from zephon_ray.recipe import Recipe
 from zephon_ray.runners.ray_worker import BLOCK_BYTES
