@@ -14,12 +14,13 @@ from ray._private.internal_api import get_memory_info_reply, get_state_from_addr
 
 from tests.core.runner_suite import eventually
 from tests.ray.many_units import chains_of, many_units
-from zephon_ray.supplies import LEAD_WINDOWS, prepare
+from zephon_ray.collector import prepare
 from zephon_ray.plan.windows import UnitTask
 from zephon_ray.recipe import Recipe
 from zephon_ray.runners.ray_worker import BLOCK_BYTES
 from zephon_ray.stages.tokenise import UnitTokeniser
 from zephon_ray.stream import Stream
+from zephon_ray.supplies import LEAD_WINDOWS
 
 FILES, UNITS, WORKERS = 8, 20, 2
 SHORT_S = 4.0
