@@ -151,7 +151,7 @@ def test_a_stalled_execution_is_given_up_and_opened_again(job: Job, chains: list
         send(stopped, signal.SIGCONT)
 
 
-def test_workers_that_hang_in_their_work_are_killed_and_their_room_is_used(tmp_path: Path) -> None:
+def test_workers_that_hang_in_their_work_and_hold_the_cpus_are_replaced(tmp_path: Path) -> None:
     """They hold the CPUs: nothing can replace them before they are gone."""
     words = [json.dumps({"text": " ".join(f"w{(n * 31 + i) % 997}" for i in range(9_000))}).encode() + b"\n" for n in range(240)]
     files = {f"s/{i:02}.jsonl": b"".join(words[i * 15 : i * 15 + 15]) for i in range(16)}

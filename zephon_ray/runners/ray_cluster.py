@@ -12,9 +12,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -25,7 +24,6 @@ from zephon_ray.recipe import WorkersSpec
 
 CONNECT_S = 5.0
 _SLOTS_S = 1.0
-_REAP_S = 5.0
 
 
 class _Membership:
@@ -62,32 +60,6 @@ class Cluster:
             self._counted = now, sum(_room(node, workers) for node in nodes if node["Alive"])
         return self._counted[1]
 
-    def reap(self, processes: Any, title: str) -> None:
-        """Kill processes that are at work still, and so hold the room of those that are to replace them.
-
-        Ray cancels a task by asking its process, and one that is stopped or hangs does not answer.
-
-        Args:
-            processes: reference to (node, process id) of each.
-            title: part of the command line of those at work.
-        """
-        try:
-            found: set[tuple[str, int]] = ray.get(processes, timeout=_REAP_S)
-        except ray.exceptions.RayError:
-            return  # who kept the list is gone, and they end with an error when they ask for more
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
-        here = ray.get_runtime_context().get_node_id()
-        reaps = []
-        for node in {node for node, _ in found} & alive:
-            pids = [pid for at, pid in found if at == node]
-            if node == here:
-                _kill(pids, title)
-                continue
-            there = NodeAffinitySchedulingStrategy(node, soft=False)
-            reaps.append(ray.remote(_kill).options(num_cpus=0, scheduling_strategy=there).remote(pids, title))
-        if reaps:
-            ray.wait(reaps, num_returns=len(reaps), timeout=_REAP_S)
-
     def leave(self) -> None:
         """Be done with it. The last one to be so shuts down a cluster that we started, or parts from one that we joined."""
         with _membership.lock:
@@ -103,14 +75,6 @@ def _room(node: dict[str, Any], workers: WorkersSpec) -> int:
         return 0
     needs = {"CPU": workers.num_cpus, **workers.resources}
     return min((int(have.get(name, 0) // amount) for name, amount in needs.items() if amount), default=0)
-
-
-def _kill(pids: Sequence[int], title: str) -> None:
-    """Kill those of the processes on this machine whose command line has the title."""
-    for pid in pids:
-        with suppress(OSError):
-            if title.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
-                os.kill(pid, signal.SIGKILL)
 
 
 def connect(address: str | None) -> Cluster:

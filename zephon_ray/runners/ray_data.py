@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -74,8 +73,7 @@ def _reader(job: ray.ObjectRef[Job], mailbox: Any, wave: int, task: int, tasks: 
         if tokeniser is None:
             _TOKENISERS.clear()
             tokeniser = _TOKENISERS[job.hex()] = UnitTokeniser(made.options)
-        caller = ray.get_runtime_context().get_node_id(), os.getpid()
-        yield from blocks(made, tokeniser, task, tasks, lambda number: ray.get(mailbox.entry.remote(wave, task, number, caller)))
+        yield from blocks(made, tokeniser, task, tasks, lambda number: ray.get(mailbox.entry.remote(wave, task, number)))
 
     return read
 
@@ -150,11 +148,15 @@ class Wave:
         self._asked = self._mailbox.started.remote(self.number)
         return self.started > before
 
-    def shut_down(self) -> None:
-        """End it from outside, whatever its tasks do; again does it again, for it may not have begun before."""
+    def shut_down(self, *, force: bool = True) -> None:
+        """End it from outside; again does it again, for it may not have begun before.
+
+        Args:
+            force: kill the processes of its tasks, which may hang. If not, tasks end by themselves, and their processes are used again.
+        """
         self.cut = self.given_up = True
         if self._executor is not None:
-            self._executor.shutdown(force=True, exception=RunnerError("the wave was given up"))
+            self._executor.shutdown(force=force, exception=RunnerError("the wave was given up"))
 
     def join(self, timeout_s: float) -> bool:
         """Wait until it is over; whether it is."""

@@ -6,9 +6,6 @@ import asyncio
 
 from zephon_ray.runners.ray_worker import Entry
 
-Caller = tuple[str, int]
-"""A worker: its node and its process."""
-
 
 class Mailbox:
     """Holds the entries of waves. Entries are numbered by the one who posts, since calls may overtake each other."""
@@ -17,13 +14,8 @@ class Mailbox:
         self._entries: dict[tuple[int, int], Entry] = {}
         self._ends: dict[int, int] = {}
         self._closed = False
-        self._callers: dict[Caller, int] = {}
         self._started: dict[int, set[int]] = {}
         self._changed = asyncio.Condition()
-
-    async def callers(self) -> list[Caller]:
-        """Workers that asked for an entry, and were not told that there is none: they are at work, or dead."""
-        return list(self._callers)
 
     async def started(self, wave: int) -> int:
         """How many tasks of a wave have asked for an entry."""
@@ -51,14 +43,10 @@ class Mailbox:
             self._closed = True
             self._changed.notify_all()
 
-    async def entry(self, wave: int, task: int, number: int, caller: Caller) -> Entry | None:
+    async def entry(self, wave: int, task: int, number: int) -> Entry | None:
         """Wait for an entry, for a task of a wave; None behind the wave's last."""
         key = (wave, number)
-        self._callers[caller] = wave
         self._started.setdefault(wave, set()).add(task)
         async with self._changed:
             await self._changed.wait_for(lambda: self._closed or key in self._entries or number >= self._ends.get(wave, number + 1))
-            entry = None if self._closed else self._entries.get(key)
-        if entry is None and self._callers.get(caller) == wave:
-            del self._callers[caller]
-        return entry
+            return None if self._closed else self._entries.get(key)

@@ -29,7 +29,7 @@ from zephon_ray.runners.load import Load
 from zephon_ray.runners.ray_cluster import Cluster, connect
 from zephon_ray.runners.ray_data import Wave, fault_of_ours
 from zephon_ray.runners.ray_mailbox import Mailbox
-from zephon_ray.runners.ray_worker import TITLE, Entry, units_of
+from zephon_ray.runners.ray_worker import Entry, units_of
 from zephon_ray.stages.unit import TokenisedUnit
 
 TASK_BYTES = 32 << 20
@@ -46,6 +46,7 @@ DEATHS = 8
 NARROW_S = 5.0
 """Seconds after which a wave of which only some tasks started is replaced by one of as many tasks: others work beside us."""
 _NARROW_FOR_S = 60.0
+NARROW = "other work on the cluster leaves room for some of its workers only"
 _WARN_S = 5.0
 
 _log = logging.getLogger(__name__)
@@ -222,7 +223,7 @@ class _Core:
             if self._deaths and now < self._opened + min(5.0, 0.1 * 2**self._deaths):
                 return  # processes that die at once are not started again at once
             self._deaths += broken is not None
-        self._reopen(why)
+        self._reopen(why, force=broken is not None or why is not NARROW)
 
     def _what_is_wrong(self, now: float, broken: Wave | None) -> str | None:
         """Why the execution must be opened again; None if it need not. Raises where that has been tried enough."""
@@ -237,7 +238,7 @@ class _Core:
         elif self._waiting and stood > max(self._stall_s, start_s):
             why = f"no unit came for {stood:.0f} s"
         elif self._waiting and stood > NARROW_S and self._narrow(now):
-            return "other work on the cluster leaves room for some of its workers only"
+            return NARROW
         else:
             return None
         if self._waiting and now - self._progress > STALLS * (max(self._stall_s, START_S) if room else self._stall_s):
@@ -270,8 +271,8 @@ class _Core:
                 STALLS * self._stall_s - (now - self._progress),
             )
 
-    def _reopen(self, why: str) -> None:
-        """Give all waves up, and begin again where the units have come to."""
+    def _reopen(self, why: str, *, force: bool) -> None:
+        """Give all waves up, and begin again where the units have come to. `force`: their processes may hang, or be dead."""
         _log.info("the Ray execution is opened again where it stopped: %s", why)
         with self._lock:
             waves, mailbox = list(self._waves), self._mailboxes[-1]
@@ -279,8 +280,7 @@ class _Core:
                 wave.cut = wave.given_up = True
         mailbox.close.remote()
         for wave in waves:
-            wave.shut_down()
-        self._cluster.reap(mailbox.callers.remote(), TITLE)
+            wave.shut_down(force=force)
         with self._lock:
             if self._closed:
                 return
