@@ -6,6 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +122,7 @@ ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_
 head = ray.get_runtime_context().gcs_address
 found = {
     "actors": sorted(a.class_name for a in list_actors(address=head, filters=[("state", "!=", "DEAD")])),
-    "tasks": [t.name for t in list_tasks(address=head) if t.state == "RUNNING"],
+    "tasks": [t.name for t in list_tasks(address=head) if t.state == "RUNNING" and "Zephon" in t.name],
     "cpus": ray.available_resources().get("CPU"),
 }
 ray.shutdown()
@@ -164,9 +167,36 @@ def test_an_address_that_cannot_be_used_is_refused_in_a_line(address: str, words
     assert address in str(caught.value)
 
 
-def test_what_ray_says_when_it_refuses_us_is_one_line_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+def test_a_server_that_is_no_ray_head_is_told_apart_at_once() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        server.RequestHandlerClass.log_error = lambda *_: None  # type: ignore[method-assign]
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        began = time.monotonic()
+        with pytest.raises(RunnerError, match="no Ray head"):
+            ray_cluster._knock(f"127.0.0.1:{server.server_port}")
+        server.shutdown()
+    assert time.monotonic() - began < 2 * ray_cluster.CONNECT_S
+
+
+def test_a_token_that_is_missing_or_wrong_is_explained_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session's cluster has a token: Ray makes one for every cluster that it starts here."""
+    address = str(ray.get_runtime_context().gcs_address)
+    token = Path.home() / ".ray" / "auth_token"
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.raises(RunnerError, match="this process has no token"):
+        ray_cluster._knock(address)
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+    (tmp_path / "token").write_text("not-the-token")
+    with pytest.raises(RunnerError, match="refuses the token"):
+        ray_cluster._knock(address)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+    ray_cluster._knock(address)
+
+
+def test_what_ray_says_when_it_refuses_us_is_one_line_with_a_way_out() -> None:
     mismatch = ray_cluster._explained(RuntimeError("Version mismatch:\n  Ray: 2.40\n  Python: 3.9"))
     assert "\n" not in mismatch
     assert f"here Ray {ray.__version__}" in mismatch
-    assert "RAY_AUTH_TOKEN_PATH" in ray_cluster._explained(ConnectionError("Failed to connect"))

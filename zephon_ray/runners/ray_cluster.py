@@ -14,8 +14,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import grpc
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -150,14 +152,50 @@ def _knock(address: str) -> None:
         socket.create_connection(_host_and_port(address), timeout=CONNECT_S).close()
     except (OSError, OverflowError) as error:
         raise RunnerError(f"nothing answers at {address} ({error}). Is the Ray head running, and its port reachable from here?") from error
+    if os.environ.get("RAY_USE_TLS", "0") in ("", "0"):
+        _ask_for_entry(address)
+
+
+def _ask_for_entry(address: str) -> None:
+    """Make the first call that Ray would make, once. Ray makes it for 20 s and writes a line each second, or hangs for minutes.
+
+    Source: the service and the header of Ray 2.60, as its client sends them.
+    """
+    token = _auth_token()
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        call = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")
+        try:
+            call(b"", timeout=CONNECT_S, metadata=[("authorization", f"Bearer {token}")] if token else None)
+        except grpc.RpcError as error:
+            if error.code() == grpc.StatusCode.UNIMPLEMENTED:
+                return  # a Ray of another version, which Ray itself explains
+            if error.code() != grpc.StatusCode.UNAUTHENTICATED:
+                raise RunnerError(
+                    f"what answers at {address} is no Ray head ({error.code().name}). Give the address that it prints"
+                ) from error
+            told = "refuses the token of this process" if token else "uses token authentication, and this process has no token"
+            raise RunnerError(
+                f"the Ray cluster at {address} {told}. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file with the cluster's token"
+            ) from error
+
+
+def _auth_token() -> str | None:
+    """The token that Ray would send, from where it would take it."""
+    if os.environ.get("RAY_AUTH_MODE") != "token":
+        return None
+    if token := os.environ.get("RAY_AUTH_TOKEN"):
+        return token.strip()
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None
 
 
 def _explained(error: Exception) -> str:
     text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(".")
     if "version" in text.lower():
         return f"{text}. Use the Ray and Python versions of the cluster (here Ray {ray.__version__})"
-    if os.environ.get("RAY_AUTH_MODE") != "token":
-        return f"{text}. If the cluster uses token authentication, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH on both sides"
     return text
 
 
