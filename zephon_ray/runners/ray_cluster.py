@@ -170,9 +170,7 @@ def _ask_for_entry(address: str) -> None:
             if error.code() == grpc.StatusCode.UNIMPLEMENTED:
                 return  # a Ray of another version, which Ray itself explains
             if error.code() != grpc.StatusCode.UNAUTHENTICATED:
-                raise RunnerError(
-                    f"what answers at {address} is no Ray head ({error.code().name}). Give the address that it prints"
-                ) from error
+                raise RunnerError(f"what answers at {address} is no Ray head ({error.code().name}). Give the address of one") from error
             told = "refuses the token of this process" if token else "uses token authentication, and this process has no token"
             raise RunnerError(
                 f"the Ray cluster at {address} {told}. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file with the cluster's token"
