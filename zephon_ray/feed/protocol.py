@@ -113,6 +113,30 @@ class RowBlock:
     rows: int
     ref: Any
 
+    @property
+    def key(self) -> str:
+        """Names the object."""
+        return str(self.ref.hex())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TakeRequest:
+    """A rank asks for its next steps, and says where it is. It calls at least every `POLL_S`, or it counts as gone after `ALIVE_S`.
+
+    Args:
+        session: as it was opened.
+        taken: the step up to which it has its rows.
+        count: steps that it has room for; 0 only says that it lives.
+        lost: (step, key of a row block) that it was given, and whose rows are gone: the step has to be made again.
+        waited_s: seconds that it has waited for steps since it was opened.
+    """
+
+    session: str
+    taken: int
+    count: int
+    lost: tuple[int, str] | None = None
+    waited_s: float = 0.0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReply:
