@@ -94,23 +94,24 @@ class Generations:
             now: seconds on a clock that never goes back.
 
         Returns:
-            Whether it began a new generation.
+            Whether it is the first of a new generation, or after a restore: ranks start anew.
 
         Raises:
             RefusedError: ranks of another run live, or it does not agree with its own generation.
             FencedError: a newer incarnation of the run reads.
         """
         run_id, count = parse_incarnation(request.incarnation)
-        begins = self._begins(request, run_id, count, now)
-        if begins:
+        if self._begins(request, run_id, count, now):
             self._begin(run_id, count, request.dp_world_size)
         generation = self._current
         assert generation is not None
-        start = generation.starts.setdefault(request.restores, (request.start_step, request.start_chain))
+        anew = request.restores not in generation.starts
+        start = (request.start_step, request.start_chain) if anew else generation.starts[request.restores]
         self._check_agrees(request, generation, start)
+        generation.starts[request.restores] = start
         generation.members[session] = Member(session=session, dp_rank=request.dp_rank, client=request.caller.client, taken=at, called=now)
         generation.joined.add(request.dp_rank)
-        return begins
+        return anew
 
     def call(self, session: str, now: float) -> Member:
         """A rank has called.
