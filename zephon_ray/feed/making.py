@@ -123,7 +123,7 @@ class Maker:
         self._states, self._patience, self._pause = states, patience_s, pause
         self._production: Production | None = None
         self._state: StreamState | None = None
-        self._placed = False
+        self._placed = self._refused = False
         self._histories: dict[int, bytes] = {}
         self._before = _NOTHING
         self.reopened = 0
@@ -221,10 +221,12 @@ class Maker:
         began: float | None = None
         while True:
             try:
-                if began is not None:
+                if self._refused:
                     self._writer.recover()
+                    self._refused = False
                 done = action()
             except (StorageError, OSError) as error:
+                self._refused = True
                 began = began or time.monotonic()
                 seconds = time.monotonic() - began
                 self.waiting = f"the run's directory {self._writer.directory.url} refuses since {seconds:.0f} s: {error}"
