@@ -65,7 +65,7 @@ class FeedStream:
 
     Args:
         options: how it is fed.
-        changed: called from the thread when a step, an error or the end has come.
+        changed: called, from any thread, when those who wait have to look again.
     """
 
     def __init__(self, options: StreamOptions, changed: Callable[[], None]) -> None:
@@ -269,6 +269,7 @@ class FeedStream:
         }  # fmt: skip
         event = "restored" if at else "attached"
         self._tasks.append(lambda maker: maker.audit(event, **fields))
+        self._changed()  # who waits may be fenced now
 
     def _lose(self, step: int, ref: str) -> None:
         """A step's rows are gone; it is made again, unless it was since the rank got them."""
@@ -403,7 +404,7 @@ class FeedStream:
             return
         with self._lock:
             if kept is None:
-                self._ended = maker.position
+                self._ended = None if self._stopping else maker.position  # a production that is interrupted ends too
             else:
                 self._kept.put(kept)
                 self._made.append((time.monotonic(), self._total_made))
