@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,6 +82,13 @@ def test_before_the_first_batch_the_state_is_that_of_the_beginning(served: Serve
     with zephon_ray.connect("shared") as loader, Loader(recipe) as plain:
         assert loader.state_dict() == plain.state_dict()
         assert loader.recipe.identity() == recipe.identity()
+
+
+def test_a_loader_that_was_not_used_can_be_sent_elsewhere(served: Served, expected: list[Step]) -> None:
+    with pickle.loads(pickle.dumps(zephon_ray.connect("shared"))) as loader:
+        assert read([loader], 2) == expected[:2]
+        with pytest.raises(TypeError, match="in use"):
+            pickle.dumps(loader)
 
 
 def test_a_loaded_state_is_gone_on_from(served: Served, expected: list[Step]) -> None:

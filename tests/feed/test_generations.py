@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -220,4 +221,5 @@ class Reading(RuleBasedStateMachine):
         assert self.ranks.number == self.newest
 
 
+Reading.TestCase.settings = settings(max_examples=40)
 test_one_incarnation_reads_at_a_time = Reading.TestCase

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -117,6 +117,7 @@ class Kept(RuleBasedStateMachine):
             assert self.retention.get(step) == next((s for s in self.model if s.step == step), None)
 
 
+Kept.TestCase.settings = settings(max_examples=40)
 test_it_keeps_what_it_says = Kept.TestCase
 
 

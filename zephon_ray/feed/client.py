@@ -16,7 +16,7 @@ import weakref
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from zephon_ray.batches import Batch
 from zephon_ray.errors import UserError
@@ -125,6 +125,15 @@ class FeedLoader:
         self._reader: Reader | None = None
         self._closer: weakref.finalize[[int, Reader, ray_cluster.Cluster], FeedLoader] | None = None
         self._closed = False
+        self._lock, self._taking = threading.RLock(), threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._opened is not None:
+            raise TypeError("a feed's loader in use cannot be pickled: connect there, with state_dict()")
+        return {name: value for name, value in vars(self).items() if name not in ("_lock", "_taking")}
+
+    def __setstate__(self, fields: dict[str, Any]) -> None:
+        vars(self).update(fields)
         self._lock, self._taking = threading.RLock(), threading.Lock()
 
     def __iter__(self) -> Self:
