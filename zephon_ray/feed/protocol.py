@@ -166,7 +166,7 @@ class StreamStatus:
         dp_world_size: theirs.
         ranks: how many clients have called within `ALIVE_S`.
         step: the newest that was made, 0 before the first.
-        taken_step: the newest that every rank has.
+        taken_step: the newest that every rank has; where none lives, that they had.
         steps_ahead: made, and not taken by the slowest rank.
         pairs: of each source, begun up to `step`.
         names: of the sources.

@@ -91,6 +91,7 @@ class FeedStream:
         self._made: deque[tuple[float, int]] = deque()
         self._total_made = 0
         self._waited = self._waited_before = 0.0
+        self._taken = 0
         self._thread = threading.Thread(target=self._run, name=f"zephon-{options.name}", daemon=True)
         self._thread.start()
 
@@ -213,7 +214,8 @@ class FeedStream:
         with self._lock:
             now = time.monotonic()
             alive = self._generations.alive(now)
-            newest, slowest = self._newest, self._generations.slowest(now)
+            newest, taken = self._newest, self._generations.slowest(now)
+            taken = self._taken if taken is None else taken
             stats = self._maker.stats() if self._maker else None
             recipe = self._options.recipe
             return StreamStatus(
@@ -225,8 +227,8 @@ class FeedStream:
                 dp_world_size=self._generations.dp_world_size,
                 ranks=len(alive),
                 step=newest.step if newest else 0,
-                taken_step=slowest or 0,
-                steps_ahead=max(0, (self._kept.last or 0) - (slowest or 0)),
+                taken_step=taken,
+                steps_ahead=max(0, (self._kept.last or 0) - taken),
                 pairs=newest.pairs if newest else (0,) * len(recipe.sources),
                 names=tuple(source.name for source in recipe.sources),
                 pairs_per_second=self._rate(now),
@@ -365,6 +367,7 @@ class FeedStream:
     def _trim(self) -> None:
         absent, start = self._generations.awaited()
         slowest = self._generations.slowest(time.monotonic())
+        self._taken = self._taken if slowest is None else slowest
         self._kept.trim(Bounds(slowest=slowest, awaited=start if absent else None))
 
     def _prepare(self) -> None:
