@@ -14,7 +14,10 @@ if TYPE_CHECKING:
         BadRecordError,
         DataChangedError,
         DifferenceError,
+        FeedError,
+        FencedError,
         RecipeError,
+        RefusedError,
         ReplayError,
         RunDirectoryError,
         RunnerError,
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
         UserError,
         ZephonError,
     )
+    from zephon_ray.feed.client import connect
     from zephon_ray.loader import Loader
     from zephon_ray.recipe import Recipe, load_recipe
 
@@ -35,10 +39,13 @@ __all__ = [
     "Batch",
     "DataChangedError",
     "DifferenceError",
+    "FeedError",
+    "FencedError",
     "GlobalBatch",
     "Loader",
     "Recipe",
     "RecipeError",
+    "RefusedError",
     "ReplayError",
     "RunDirectoryError",
     "RunnerError",
@@ -49,10 +56,18 @@ __all__ = [
     "UserError",
     "ZephonError",
     "__version__",
+    "connect",
     "load_recipe",
 ]
 
-_HOMES = {"Batch": "batches", "GlobalBatch": "batches", "Loader": "loader", "Recipe": "recipe", "load_recipe": "recipe"}
+_HOMES = {
+    "Batch": "batches",
+    "GlobalBatch": "batches",
+    "Loader": "loader",
+    "Recipe": "recipe",
+    "connect": "feed.client",
+    "load_recipe": "recipe",
+}
 """The module of each public name that is not an error."""
 
 

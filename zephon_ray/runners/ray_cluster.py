@@ -62,6 +62,12 @@ class Cluster:
             self._counted = now, sum(_room(node, workers) for node in nodes if node["Alive"])
         return self._counted[1]
 
+    def spread(self, workers: WorkersSpec, count: int) -> list[Any]:
+        """Where to schedule `count` actors that work beside workers: nodes with room for these in turn; here where there is none."""
+        nodes = sorted((-_room(node, workers), node["NodeID"]) for node in ray.nodes() if node["Alive"])  # type: ignore[no-untyped-call]
+        with_room = [node for room, node in nodes if room] or [ray.get_runtime_context().get_node_id()]
+        return [NodeAffinitySchedulingStrategy(with_room[i % len(with_room)], soft=True) for i in range(count)]
+
     def leave(self) -> None:
         """Be done with it. The last one to be so shuts down a cluster that we started, or parts from one that we joined."""
         with _membership.lock:
@@ -106,6 +112,23 @@ def connect(address: str | None) -> Cluster:
                 _join(address)
         _membership.holders = 1
         return Cluster(ours=True)
+
+
+def join(address: str | None) -> Cluster:
+    """The cluster that exists already: as `connect`, but never a new one.
+
+    Args:
+        address: "host:port" of its head; None for the one that this process is in, else for that of RAY_ADDRESS.
+
+    Raises:
+        UserError: no cluster is named.
+        RunnerError: as `connect`.
+    """
+    if address is None and not ray.is_initialized():
+        address = os.environ.get("RAY_ADDRESS")
+        if address is None:
+            raise UserError("which cluster? Give its address, as `ray start --head` prints it (host:port), or set RAY_ADDRESS")
+    return connect(address)
 
 
 def _join(address: str) -> None:
