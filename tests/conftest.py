@@ -1,4 +1,4 @@
-"""What every test shares: Hypothesis profiles and the golden cases."""
+"""What every test shares: Hypothesis profiles, the golden cases, and what several folders ask for."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from hypothesis import HealthCheck, settings
 
 from tests.buckets import bucket, proxy, s3_endpoint
 from tests.golden_cases import GoldenCase, load_golden_cases
+from tests.ray_session import group, ray_session
 
-__all__ = ["bucket", "proxy", "s3_endpoint"]
+__all__ = ["bucket", "proxy", "ray_session", "s3_endpoint"]
 
 # The same examples on every machine: a failure can be seen again, and a pass does not hang on luck.
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
@@ -24,6 +25,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "golden_case" in metafunc.fixturenames:
         cases = load_golden_cases()
         metafunc.parametrize("golden_case", cases.values(), ids=cases.keys())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    group(items)
 
 
 @pytest.fixture(scope="session")

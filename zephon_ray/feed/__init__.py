@@ -1,0 +1,1 @@
+"""The feed: one stream on a Ray cluster for any number of training ranks."""
