@@ -6,13 +6,16 @@ ZephonError
 │   ├── SourceError        a source cannot be read as the recipe says (no shard, no document, broken file)
 │   │   └── BadRecordError one record is bad and the recipe says `on_bad_record: fail` (or too many are)
 │   ├── StateError         a state (checkpoint) is damaged, or belongs to another run
-│   └── RunDirectoryError  a run's directory cannot be continued as it is
+│   ├── RunDirectoryError  a run's directory cannot be continued as it is
+│   └── RefusedError       a feed does not take us: another run reads it, or we do not fit it
 ├── DifferenceError        exit 1: something that must be equal is not
 │   ├── ReplayError        a step made again differs from the ledger
 │   └── DataChangedError   a unit's text is not what it was when the ledger recorded it
 └── SystemFault            exit 3: the machine, not the user
     ├── StorageError       a store goes on refusing after all retries
-    └── RunnerError        workers go on dying, or gave nothing in time
+    ├── RunnerError        workers go on dying, or gave nothing in time
+    └── FeedError          a feed is not there, or does not come back
+        └── FencedError    a newer incarnation of this run reads the feed: end this process
 """
 
 from __future__ import annotations
@@ -61,6 +64,10 @@ class RunDirectoryError(UserError):
     """A run's directory cannot be used as asked."""
 
 
+class RefusedError(UserError):
+    """A feed does not take this client: another run's ranks read it, or size, state, recipe, protocol or token do not fit."""
+
+
 class DifferenceError(ZephonError):
     exit_code = 1
 
@@ -83,3 +90,11 @@ class StorageError(SystemFault):
 
 class RunnerError(SystemFault):
     """Workers went on dying, or gave nothing within the limit."""
+
+
+class FeedError(SystemFault):
+    """A feed is not there, or did not come back in time."""
+
+
+class FencedError(FeedError):
+    """A newer incarnation of the run reads the feed, so this process has to end."""

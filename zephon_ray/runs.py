@@ -10,18 +10,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import TracebackType
 
 from zephon_ray.batches import GlobalBatch, fold, row_digests
 from zephon_ray.collector import prepare
 from zephon_ray.errors import ReplayError, RunDirectoryError, RunnerError, UserError
-from zephon_ray.ledger import Ledger, LedgerLine, LedgerReader, Recorded, differing_fields
+from zephon_ray.ledger import LedgerLine, differing_fields
 from zephon_ray.ledger.line import NO_CHAIN, describe
 from zephon_ray.recipe import Recipe
 from zephon_ray.recipe_fields import StorageSpec
-from zephon_ray.rundir import STATE_EVERY, RunDirectory
-from zephon_ray.runners.base import Job, RunnerStats
-from zephon_ray.state import Identity, StreamState, from_bytes, to_bytes
+from zephon_ray.rundir import RunDirectory, RunWriter, recorded_since
+from zephon_ray.runners.base import RunnerStats
+from zephon_ray.state import from_bytes
 from zephon_ray.storage import Storage
 from zephon_ray.stream import Stream, runner_of
 from zephon_ray.telemetry import CpuMeter
@@ -112,8 +111,8 @@ def produce(
     if steps < 0:
         raise UserError(f"steps={steps} is below 0. Give the last step to make, 0 or more")
     began, cpu = time.monotonic(), CpuMeter()
-    prepared = prepare(recipe)
-    with _Writer.open(recipe, out, prepared) if out is not None else nullcontext() as writer:
+    prepared = job, identity = prepare(recipe)
+    with RunWriter.open(recipe, out, identity, job.manifests) if out is not None else nullcontext() as writer:
         before = writer.ledger.last if writer else None
         made = _Made(sources=len(recipe.sources), before=before, last=before)
         if made.last_step < steps:
@@ -218,7 +217,7 @@ def _stopping(stream: Stream, stop: Callable[[], bool] | None) -> Iterator[Calla
         watcher.join()
 
 
-def _note(batch: GlobalBatch, writer: _Writer | None, on_step: OnStep | None, made: _Made) -> None:
+def _note(batch: GlobalBatch, writer: RunWriter | None, on_step: OnStep | None, made: _Made) -> None:
     line = batch.ledger_line
     if writer is None or writer.write(line, batch.state):
         made.last, made.padding = line, made.padding + batch.padding
@@ -236,68 +235,6 @@ def _check_ranks(batch: GlobalBatch, dp_size: int) -> None:
             f"step {batch.step}: the rows of {dp_size} ranks, joined, do not give the digest of the global batch."
             " Memory was damaged, or this is a fault of zephon_ray: run the step again elsewhere, and report it if it stays"
         )
-
-
-class _Writer:
-    """Writes steps into a run's directory: ledger lines, and a state now and then, and after the last."""
-
-    def __init__(self, directory: RunDirectory, ledger: Ledger, identity: Identity, sources: int) -> None:
-        self.directory, self.ledger, self._identity, self._sources = directory, ledger, identity, sources
-        self._latest: StreamState | None = None
-
-    @classmethod
-    def open(cls, recipe: Recipe, out: str, prepared: tuple[Job, Identity]) -> _Writer:
-        job, identity = prepared
-        storage = Storage(recipe.execution.storage)
-        directory = RunDirectory.create_or_open(storage, out, recipe, identity.fingerprint, identity.fields, job.manifests)
-        return cls(directory, directory.open_ledger(), identity, len(recipe.sources))
-
-    def resume(self) -> tuple[bytes | None, Recorded | None]:
-        """The newest state that the ledger reaches, and the digests of the windows that going on from it reads again."""
-        end = self.ledger.last.step if self.ledger.last else 0
-        found = self.directory.states.nearest(end, lambda data: from_bytes(data, self._identity))
-        if found is None:
-            if end:
-                self.directory.audit("resumed", step=0)
-            return None, self._recorded(None)
-        self.directory.audit("resumed", step=found[0])
-        return found[1], self._recorded(from_bytes(found[1], self._identity))
-
-    def _recorded(self, state: StreamState | None) -> Recorded:
-        return recorded_since(self.ledger, state, self._sources)
-
-    def write(self, line: LedgerLine, state: StreamState) -> bool:
-        """Put a step into the ledger; False where it was there already, and equal."""
-        new = self.ledger.append(line)
-        self._latest = state
-        if line.step % STATE_EVERY == 0:
-            self.save()
-        return new
-
-    def save(self) -> None:
-        """Save the state after the last step that was written, behind the ledger lines that lead to it."""
-        if self._latest is None:
-            return
-        self.ledger.flush()
-        self.directory.states.save(self._latest.step, to_bytes(self._latest, self._identity))
-        self._latest = None
-
-    def __enter__(self) -> _Writer:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            self.save()
-        finally:
-            self.ledger.close()
-
-
-def recorded_since(ledger: LedgerReader, state: StreamState | None, sources: int) -> Recorded:
-    """What a ledger holds of the windows that are read again when going on from a state (None: from the beginning)."""
-    if state is None:
-        return ledger.unit_digests(dict.fromkeys(range(sources), (0, 0)))
-    positions = [source.position for source in state.lanes.sources]
-    return ledger.unit_digests({source: (p.epoch, p.window) for source, p in enumerate(positions)})
 
 
 def verify(

@@ -12,5 +12,6 @@ from __future__ import annotations
 from zephon_ray.rundir.directory import RunDirectory
 from zephon_ray.rundir.lock import Lock
 from zephon_ray.rundir.states import STATE_EVERY, States
+from zephon_ray.rundir.writer import RunWriter, recorded_since
 
-__all__ = ["STATE_EVERY", "Lock", "RunDirectory", "States"]
+__all__ = ["STATE_EVERY", "Lock", "RunDirectory", "RunWriter", "States", "recorded_since"]
