@@ -23,5 +23,9 @@ def run_job(verb: str, arguments: Sequence[str]) -> int:
     if not address:
         error = UserError(f"RAY_ADDRESS is not set, so this is no Ray job. Submit it with `ray job submit`, or use `zephon-ray {verb}`")
         return faults.tell_error(error, as_json="--json" in arguments)
-    runner = ["--runner", "ray"] if verb == "verify" and "--runner" not in arguments else []
-    return run_command([verb, *arguments, *runner, "--address", address])
+    if verb == "verify":
+        if any(argument.split("=")[0] == "--runner" for argument in arguments):
+            error = UserError("--runner: a job runs on Ray. Leave it out, or use `zephon-ray verify` on one machine")
+            return faults.tell_error(error, as_json="--json" in arguments)
+        arguments = [*arguments, "--runner", "ray"]
+    return run_command([verb, *arguments, "--address", address])
