@@ -98,12 +98,23 @@ def descendants() -> list[Process]:
     return [found[pid] for pid in sorted(families - {os.getpid()}) if pid in found]
 
 
+def born(pid: int) -> int | None:
+    """`Process.born` of a process; None where there is none of that number."""
+    with suppress(OSError, IndexError):
+        return int(_stat(Path("/proc") / str(pid))[19])
+    return None
+
+
+def _stat(process: Path) -> list[str]:
+    """Of `man 5 proc_pid_stat`, the fields behind the name, which may hold anything: state is the first of them."""
+    return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
+
+
 def _processes() -> Iterator[Process]:
     ticks = os.sysconf("SC_CLK_TCK")
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, IndexError):  # it ended in the meantime
-            # Of `man 5 proc_pid_stat`, the fields behind the name, which may hold anything: state is the first of them.
-            fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            fields = _stat(entry)
             own, waited = (int(fields[i]) + int(fields[i + 1]) for i in (11, 13))
             yield Process(
                 pid=int(entry.name), parent=int(fields[1]), born=int(fields[19]), cpu_seconds=own / ticks, waited_seconds=waited / ticks

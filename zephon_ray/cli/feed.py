@@ -62,7 +62,7 @@ def serve(wanted: Wanted) -> int:
             return 0
         ours = _stay(service, wanted.name, stop)
         if ours:
-            service.stop(wanted.name)
+            service.stop(wanted.name, force=True)  # who sends a signal means it, whoever reads
         if wanted.as_json:
             emit({"event": "stopped", "name": wanted.name, "by": "signal" if ours else "another"})
         else:

@@ -219,9 +219,7 @@ def serve(
 @app.command(epilog="Example: zephon-ray stop first --address 10.0.0.1:6379")
 def stop(
     name: FeedName,
-    force: Annotated[
-        bool, typer.Option("--force", help="At once: what it has not written down is made again when it is continued.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also where ranks read it, and where it does not answer.")] = False,
     token_file: TokenFile = None,
     address: ItsAddress = None,
     json: Json = False,

@@ -6,24 +6,34 @@ of the cluster, so ranks, notebooks and other jobs find it by it.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import socket
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from zephon_ray.collector import prepare
 from zephon_ray.errors import FeedError, RunDirectoryError, UserError, ZephonError
-from zephon_ray.feed.protocol import NAMESPACE, Caller, FeedStatus, actor_name
+from zephon_ray.feed.feed import Feed, FeedOptions
+from zephon_ray.feed.metrics import FeedMetrics
+from zephon_ray.feed.production import Production
+from zephon_ray.feed.protocol import NAMESPACE, Caller, FeedStatus, StreamName, actor_name
+from zephon_ray.ledger import Recorded
 from zephon_ray.recipe import Recipe
 from zephon_ray.recipe_fields import is_url
+from zephon_ray.runners.base import Job, RunnerStats
 from zephon_ray.runners.ray_cluster import Cluster, connect
+from zephon_ray.state import Identity, StreamState
 from zephon_ray.storage import is_local
+
+T = TypeVar("T")
 
 READY_S = 120.0
 """How long a feed may take to answer after it was started: its process starts, and manifests are made."""
@@ -32,6 +42,8 @@ ASK_S = 20.0
 DRAIN_S = 60.0
 """How long a feed may take to write down what it has."""
 
+_CALLS = 10_000
+"""At a time: each rank that waits for a step holds one."""
 _GONE_S = 20.0
 _LOOK_S = 0.1
 _JOBS_FOLDER = "working_dir_files"
@@ -46,7 +58,7 @@ class Order:
         name: it is found by.
         recipe: of the stream that is trained on.
         out: its run's directory, a path or URL; an existing one is continued.
-        validation: recipe of the stream that is validated on; None for none.
+        validation: recipe of the stream that is validated on, in the directory `OUT-validation`; None for none.
         token: that clients must present; None lets all that are in the cluster in.
         local_out_ok: `out` may be a local path though the cluster has several nodes, for it is the same on all.
     """
@@ -80,18 +92,20 @@ class Service:
         return str(ray.get_runtime_context().gcs_address)
 
     def start(self, order: Order) -> FeedStatus:
-        """Start a feed, and wait until it answers.
+        """Start a feed, and wait until it has looked at its data.
 
         It is placed on the head, if that lives: without the head there is no cluster anyway, and nodes of workers and ranks come and go.
 
         Raises:
             UserError: there is such a feed, or its name cannot be one.
-            RunDirectoryError: `out` is a path that other nodes would not see.
-            FeedError: it does not answer.
             RecipeError, SourceError, StorageError: what it is to read cannot be read.
+            RunDirectoryError: `out` is a path that other nodes would not see.
+            FeedError: it does not answer, or cannot go on with its directory.
         """
         _check_name(order.name)
         order = _placed(order, nodes=len(_nodes()))
+        for recipe in filter(None, (order.recipe, order.validation)):
+            prepare(recipe)  # the feed does it again; but here an error is still told to who made it
         if actor_name(order.name) in self._actors():
             raise UserError(
                 f"there is a feed {order.name!r} at {self.address}. `zephon-ray status {order.name}` shows it; stop it first, or give"
@@ -99,10 +113,24 @@ class Service:
             )
         actor = _new_actor(order)
         try:
-            return self._ask(order.name, actor.status.remote(self._caller), READY_S)
-        except ZephonError:
+            return self._ready(order.name, actor)
+        except BaseException:
             ray.kill(actor, no_restart=True)
             raise
+
+    def _ready(self, name: str, actor: Any) -> FeedStatus:
+        until = time.monotonic() + READY_S
+        self._ask(name, actor.hello.remote(self._caller), READY_S)
+        while True:
+            status: FeedStatus = self._ask(name, actor.status.remote(self._caller), ASK_S)
+            for stream in status.streams.values():
+                if stream.error:
+                    raise FeedError(f"feed {name!r} cannot be started: its {stream.stream} stream fails: {stream.error}")
+            if all(stream.fingerprint for stream in status.streams.values()):
+                return status
+            if time.monotonic() > until:
+                raise FeedError(f"feed {name!r} has not looked at its data within {READY_S:g} s. Look at Ray's logs of the actor")
+            time.sleep(_LOOK_S)
 
     def names(self) -> list[str]:
         """Of the feeds that there are, in order."""
@@ -123,15 +151,19 @@ class Service:
 
         Args:
             name: of the feed.
-            force: end its process at once. What it has not written is made again when its directory is continued.
+            force: also where ranks read it, and where it does not answer; what it has not written is then made again when its
+                directory is continued.
 
         Raises:
             FeedError: there is none of the name, or it did not write everything down in time.
-            RefusedError: it asks for another token.
+            RefusedError: ranks read it, or it asks for another token.
         """
         actor = self._actor(name)
-        if not force:
-            self._ask(name, actor.stop.remote(self._caller), DRAIN_S)
+        try:
+            self._ask(name, actor.stop.remote(self._caller, force), DRAIN_S)
+        except FeedError:
+            if not force:
+                raise
         ray.kill(actor, no_restart=True)
         until = time.monotonic() + _GONE_S
         while actor_name(name) in self._actors():
@@ -144,7 +176,7 @@ class Service:
         self._cluster.leave()
 
     def _actors(self) -> set[str]:
-        named: Sequence[dict[str, str]] = ray.util.list_named_actors(all_namespaces=True)
+        named: list[dict[str, str]] = ray.util.list_named_actors(all_namespaces=True)
         return {actor["name"] for actor in named if actor["namespace"] == NAMESPACE}
 
     def _actor(self, name: str) -> Any:
@@ -206,11 +238,7 @@ def _placed(order: Order, nodes: int) -> Order:
             f"--out {order.out}: is a path on one machine, and the cluster has {nodes} nodes; were the feed started again on another, it"
             " would not find its run. Give a URL such as s3://bucket/runs/first, or --local-out-ok if the path is shared by all nodes"
         )
-    return order if is_url(order.out) else Order(**{**_fields(order), "out": str(Path(order.out).absolute())})
-
-
-def _fields(order: Order) -> dict[str, Any]:
-    return {name: getattr(order, name) for name in order.__slots__}
+    return order if is_url(order.out) else replace(order, out=str(Path(order.out).absolute()))
 
 
 def _nodes() -> list[dict[str, Any]]:
@@ -224,10 +252,42 @@ def _on_head() -> Any:
 
 
 def _new_actor(order: Order) -> Any:
-    from zephon_ray.feed.feed import Feed
-
+    options = FeedOptions(
+        name=order.name,
+        recipes=_streams(order.recipe, order.validation),
+        directories=_streams(order.out, f"{order.out.rstrip('/')}-validation" if order.validation else None),
+        open_production=_open_production,
+        token_sha256=None if order.token is None else hashlib.sha256(order.token.encode()).hexdigest(),
+        observe=_observe,
+    )
     actor = ray.remote(Feed).options(
         name=actor_name(order.name), namespace=NAMESPACE, lifetime="detached", max_restarts=-1, max_task_retries=0, num_cpus=0,
-        scheduling_strategy=_on_head(),
+        max_concurrency=_CALLS, scheduling_strategy=_on_head(),
     )  # fmt: skip
-    return actor.remote(order)
+    return actor.remote(options)
+
+
+def _streams(train: T, validation: T | None) -> dict[StreamName, T]:
+    return {"train": train} if validation is None else {"train": train, "validation": validation}
+
+
+@functools.cache
+def _metrics() -> FeedMetrics:
+    return FeedMetrics()
+
+
+def _observe(status: FeedStatus) -> None:
+    """In the feed's process."""
+    _metrics().show(status)
+
+
+class _Made(Production):
+    """A production that counts units, as its feed asks."""
+
+    def stats(self) -> RunnerStats:  # type: ignore[override]
+        return super().stats().units
+
+
+def _open_production(job: Job, identity: Identity, state: StreamState | None, recorded: Recorded) -> _Made:
+    """In the feed's process."""
+    return _Made(job, state, recorded)
