@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         UserError,
         ZephonError,
     )
+    from zephon_ray.feed.client import connect
     from zephon_ray.loader import Loader
     from zephon_ray.recipe import Recipe, load_recipe
 
@@ -55,10 +56,18 @@ __all__ = [
     "UserError",
     "ZephonError",
     "__version__",
+    "connect",
     "load_recipe",
 ]
 
-_HOMES = {"Batch": "batches", "GlobalBatch": "batches", "Loader": "loader", "Recipe": "recipe", "load_recipe": "recipe"}
+_HOMES = {
+    "Batch": "batches",
+    "GlobalBatch": "batches",
+    "Loader": "loader",
+    "Recipe": "recipe",
+    "connect": "feed.client",
+    "load_recipe": "recipe",
+}
 """The module of each public name that is not an error."""
 
 

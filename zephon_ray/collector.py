@@ -44,6 +44,16 @@ def prepare(recipe: Recipe) -> tuple[Job, Identity]:
     return Job(recipe=recipe, manifests=manifests, options=options), identity
 
 
+def first_state(job: Job) -> StreamState:
+    """The state before step 1.
+
+    Raises:
+        SourceError: a source has no group.
+    """
+    positions = [SourceCursor(job.recipe, manifest).position for manifest in job.manifests]
+    return StreamState(step=0, chain=bytes(16), lanes=beginning(job.recipe, positions))
+
+
 class Collector:
     """One stream of global batches.
 
@@ -75,8 +85,7 @@ class Collector:
     ) -> None:
         self._recipe = recipe = job.recipe
         if state is None:
-            first = [SourceCursor(recipe, m).position for m in job.manifests]
-            state = StreamState(step=0, chain=bytes(16), lanes=beginning(recipe, first))
+            state = first_state(job)
         self.state = state
         self._supplies = Supplies[TokenisedUnit](job, runner, state.lanes, recorded)
         self._groups = [

@@ -57,7 +57,7 @@ class Loader:
         self.recipe.check_dp(dp_rank, dp_world_size)
         self.dp_rank, self.dp_world_size = dp_rank, dp_world_size
         self._runner, self._workers, self._address = runner, workers, address
-        self._state = None if state is None else _bytes_of(state)
+        self._state = None if state is None else bytes_of(state)
         self._stream: Stream | None = None
         self._closed = False
         self._lock = threading.RLock()
@@ -106,7 +106,7 @@ class Loader:
         Raises:
             StateError: it is no state, or (when first used) not one of this run.
         """
-        loaded = _bytes_of(state)
+        loaded = bytes_of(state)
         if self._stream is not None:
             self._stream.close()
         self._stream, self._state, self._closed = None, loaded, False
@@ -128,7 +128,12 @@ class Loader:
         self.close()
 
 
-def _bytes_of(state: State) -> bytes:
+def bytes_of(state: State) -> bytes:
+    """The bytes in what `state_dict` gave.
+
+    Raises:
+        StateError: it is nothing that `state_dict` gives.
+    """
     if isinstance(state, bytes):
         return state
     value = state.get(STATE_KEY) if isinstance(state, Mapping) else None

@@ -117,12 +117,10 @@ def from_bytes(data: bytes, identity: Identity) -> StreamState:
     columns = body.get("sources")
     if not isinstance(columns, dict) or any(not isinstance(c, list) or len(c) != sources for c in columns.values()):
         raise StateError(_damaged("sources"))
-    chain = body.get("chain")
-    if not isinstance(chain, str) or not re.fullmatch("[0-9a-f]{32}", chain):
-        raise StateError(_damaged("chain"))
+    step, chain = _place(body)
     state = StreamState(
-        step=_number(body.get("step"), "step"),
-        chain=bytes.fromhex(chain),
+        step=step,
+        chain=chain,
         lanes=LanesState(
             sources=tuple(_source_from({name: c[i] for name, c in columns.items()}, i, identity) for i in range(sources)),
             open_source=_numbers(body.get("open_source"), "open_source", lanes, least=-1, limit=sources),
@@ -133,6 +131,22 @@ def from_bytes(data: bytes, identity: Identity) -> StreamState:
     if to_bytes(state, identity) != bytes(data):
         raise StateError(_damaged("its form"))
     return state
+
+
+def place_in(data: bytes) -> tuple[int, bytes]:
+    """The step and the chain of a state, whatever run it belongs to.
+
+    Raises:
+        StateError: the bytes are damaged or of another version.
+    """
+    return _place(_open(data))
+
+
+def _place(body: Mapping[str, Any]) -> tuple[int, bytes]:
+    chain = body.get("chain")
+    if not isinstance(chain, str) or not re.fullmatch("[0-9a-f]{32}", chain):
+        raise StateError(_damaged("chain"))
+    return _number(body.get("step"), "step"), bytes.fromhex(chain)
 
 
 def _source_from(value: Mapping[str, Any], source: int, identity: Identity) -> SourceStart:

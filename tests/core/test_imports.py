@@ -35,6 +35,7 @@ PUBLIC = [
     "UserError",
     "ZephonError",
     "__version__",
+    "connect",
     "load_recipe",
 ]
 

@@ -1,5 +1,6 @@
 """The feed: one stream on a Ray cluster for any number of training ranks.
 
-`protocol` is what client and feed say to each other, `generations` who may, `retention` which steps are kept for it, `producer`
-what makes them, `feed` the actor, and `client` the loader's interface to a rank.
+`blocks`: the rows that lie in one object; `protocol`: what clients and the feed say to each other; `generations`: who may read;
+`retention`: which steps are kept; `making`: where steps come from; `streams`: a stream with its thread; `feed`: the actor; `reader`
+and `client`: a rank's side, with the loader's interface.
 """

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from zephon_ray.feed.blocks import RowBlock
 from zephon_ray.state import Identity, StreamState
 
 PROTOCOL = 1
@@ -100,18 +101,22 @@ class Opened:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RowBlock:
-    """Rows that lie in one object.
+class TakeRequest:
+    """A rank asks for its next steps, and says where it is. It calls at least every `POLL_S`, or it counts as gone after `ALIVE_S`.
 
     Args:
-        first_row: of the global batch, from 0.
-        rows: how many.
-        ref: Ray's reference to int32 [rows, 3, T]: inputs, labels, positions of each row.
+        session: as it was opened.
+        taken: the step up to which it has its rows.
+        count: steps that it has room for; 0 only says that it lives.
+        lost: (step, hex of the reference of a row block) that it was given, and whose rows are gone: the step has to be made again.
+        waited_s: seconds that it has waited for steps since it was opened.
     """
 
-    first_row: int
-    rows: int
-    ref: Any
+    session: str
+    taken: int
+    count: int
+    lost: tuple[int, str] | None = None
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

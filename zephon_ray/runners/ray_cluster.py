@@ -142,6 +142,23 @@ def connect(address: str | None) -> Cluster:
         return Cluster(ours=True)
 
 
+def join(address: str | None) -> Cluster:
+    """The cluster that exists already: as `connect`, but never a new one.
+
+    Args:
+        address: "host:port" of its head; None for the one that this process is in, else for that of RAY_ADDRESS.
+
+    Raises:
+        UserError: no cluster is named.
+        RunnerError: as `connect`.
+    """
+    if address is None and not ray.is_initialized():
+        address = os.environ.get("RAY_ADDRESS")
+        if address is None:
+            raise UserError("which cluster? Give its address, as `ray start --head` prints it (host:port), or set RAY_ADDRESS")
+    return connect(address)
+
+
 def _join(address: str) -> None:
     _knock(address)
     try:
