@@ -50,8 +50,8 @@ def first_state(job: Job) -> StreamState:
     Raises:
         SourceError: a source has no group.
     """
-    positions = [SourceCursor(job.recipe, manifest).position for manifest in job.manifests]
-    return StreamState(step=0, chain=bytes(16), lanes=beginning(job.recipe, positions))
+    first = [SourceCursor(job.recipe, m).position for m in job.manifests]
+    return StreamState(step=0, chain=bytes(16), lanes=beginning(job.recipe, first))
 
 
 class Collector:
@@ -84,9 +84,7 @@ class Collector:
         groups: Sequence[range] | None = None,
     ) -> None:
         self._recipe = recipe = job.recipe
-        if state is None:
-            state = first_state(job)
-        self.state = state
+        self.state = state = state or first_state(job)
         self._supplies = Supplies[TokenisedUnit](job, runner, state.lanes, recorded)
         self._groups = [
             LaneGroup(recipe, state.lanes, step=state.step, pad_id=job.options.pad or 0, lanes=lanes)
@@ -105,7 +103,7 @@ class Collector:
         """
         if not self._get_ready():
             if not self.state.step:
-                raise self._no_batch_at_all()
+                raise no_batch_at_all(self._recipe, self._supplies.pairs)
             return None
         recipe, height = self._recipe, self._recipe.rows_per_lane
         rows = np.empty((recipe.global_batch_size, 3, recipe.sequence_length), np.int32)
@@ -155,11 +153,12 @@ class Collector:
             if ended:
                 group.end(want.source)
 
-    def _no_batch_at_all(self) -> SourceError:
-        recipe = self._recipe
-        return SourceError(
-            f"recipe {recipe.name!r}: its stream ends before the first global batch. The epochs of its sources give"
-            f" {self._supplies.pairs} next-token pairs, and a batch of {recipe.global_batch_size} rows takes"
-            f" {recipe.global_batch_size * recipe.sequence_length}, as many from every lane. Give it more epochs or a smaller batch,"
-            " or write final_batch: pad"
-        )
+
+def no_batch_at_all(recipe: Recipe, pairs: int) -> SourceError:
+    """What is wrong with a stream that ends before its first step, though its sources gave so many pairs."""
+    return SourceError(
+        f"recipe {recipe.name!r}: its stream ends before the first global batch. The epochs of its sources give"
+        f" {pairs} next-token pairs, and a batch of {recipe.global_batch_size} rows takes"
+        f" {recipe.global_batch_size * recipe.sequence_length}, as many from every lane. Give it more epochs or a smaller batch,"
+        " or write final_batch: pad"
+    )

@@ -14,6 +14,7 @@ ZephonError
 └── SystemFault            exit 3: the machine, not the user
     ├── StorageError       a store goes on refusing after all retries
     ├── RunnerError        workers go on dying, or gave nothing in time
+    │   └── WorkerLost     a lane worker is gone with what it held: go on from the last state with others
     └── FeedError          a feed is not there, or does not come back
         └── FencedError    a newer incarnation of this run reads the feed: end this process
 """
@@ -90,6 +91,10 @@ class StorageError(SystemFault):
 
 class RunnerError(SystemFault):
     """Workers went on dying, or gave nothing within the limit."""
+
+
+class WorkerLost(RunnerError):
+    """A lane worker, or blocks that it was to be given, are gone. The stream goes on from its last state, with other workers."""
 
 
 class FeedError(SystemFault):

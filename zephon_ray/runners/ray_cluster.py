@@ -62,6 +62,12 @@ class Cluster:
             self._counted = now, sum(_room(node, workers) for node in nodes if node["Alive"])
         return self._counted[1]
 
+    def spread(self, workers: WorkersSpec, count: int) -> list[Any]:
+        """Where to schedule `count` actors that work beside workers: nodes with room for these in turn; here where there is none."""
+        nodes = sorted((-_room(node, workers), node["NodeID"]) for node in ray.nodes() if node["Alive"])  # type: ignore[no-untyped-call]
+        with_room = [node for room, node in nodes if room] or [ray.get_runtime_context().get_node_id()]
+        return [NodeAffinitySchedulingStrategy(with_room[i % len(with_room)], soft=True) for i in range(count)]
+
     def reap(self, processes: Any, title: str) -> None:
         """Kill processes that are at work still, and so hold the room of those that are to replace them.
 

@@ -14,9 +14,9 @@ import logging
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any
 
 import pyarrow as pa
 import ray
@@ -25,16 +25,28 @@ from ray.data import DataContext
 from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 
-from zephon_ray.errors import RunnerError
+from zephon_ray.errors import RunnerError, ZephonError
 from zephon_ray.recipe import WorkersSpec
 from zephon_ray.runners.base import Job
-from zephon_ray.runners.ray_worker import NAME, TITLE, Entry, blocks
+from zephon_ray.runners.ray_worker import NAME, TITLE, Entry, blocks, units_of
 from zephon_ray.stages.tokenise import UnitTokeniser
 
 _CONTEXT = threading.Lock()
 """Ray Data's context is one for the process: whoever sets it to make a dataset holds this."""
 
 _TOKENISERS: dict[str, UnitTokeniser] = {}
+
+Given = tuple[Any, int]
+"""A unit, or what stands for one, or a `FailedUnit`; and the bytes that were decoded, but not tokenised, on the way to it."""
+
+Read = Callable[[Any], Sequence[Given]]
+"""Says what a block holds, given a reference to it. It is called in the threads of waves. What it raises of ours ends the stream."""
+
+
+def fetch(block: Any) -> Sequence[Given]:
+    """The units themselves: the block is brought into this process."""
+    return [(made.unit, made.skipped_bytes) for made in units_of(ray.get(block))]
+
 
 # How read tasks are told not to be retried has no named parameter in Ray 2.60, and the unnamed way warns.
 warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated", module=__name__.replace(".", r"\."))
@@ -89,7 +101,8 @@ class Wave:
         number: of the wave, among those of one mailbox.
         tasks: read tasks, at least 1.
         workers: what each of them takes.
-        deliver: called with every block, in the wave's thread.
+        read: says what a block holds.
+        deliver: called with what a block holds, in the wave's thread.
         over: called once when the wave has ended, in the wave's thread.
 
     Attributes:
@@ -110,7 +123,8 @@ class Wave:
         number: int,
         tasks: int,
         workers: WorkersSpec,
-        deliver: Callable[[Wave, pa.Table], None],
+        read: Read,
+        deliver: Callable[[Wave, Sequence[Given]], None],
         over: Callable[[], None],
     ) -> None:
         self.tasks, self.entries = tasks, 0
@@ -120,7 +134,7 @@ class Wave:
         self.text_bytes = self.skipped_bytes = self.started = 0
         self._asked: Any = None
         self.number, self._mailbox = number, mailbox
-        self._job, self._workers, self._deliver, self._over = job, workers, deliver, over
+        self._job, self._workers, self._read, self._deliver, self._over = job, workers, read, deliver, over
         self._executor: Any = None
         self._thread = threading.Thread(target=self._pump, name=f"zephon-ray-wave-{number}", daemon=True)
 
@@ -153,6 +167,9 @@ class Wave:
     def shut_down(self) -> None:
         """End it from outside, whatever its tasks do; again does it again, for it may not have begun before."""
         self.cut = self.given_up = True
+        self._end_execution()
+
+    def _end_execution(self) -> None:
         if self._executor is not None:
             self._executor.shutdown(force=True, exception=RunnerError("the wave was given up"))
 
@@ -169,14 +186,14 @@ class Wave:
                 for ref in bundle.block_refs:
                     if self.given_up:
                         return
-                    table: Any = ray.get(cast(Any, ref))
+                    given = self._read(ref)
                     self.delivered = True
-                    self._deliver(self, table)
+                    self._deliver(self, given)
         except Exception as error:  # noqa: BLE001  looked after by the runner
             self.error = error
         finally:
-            if self.given_up:
-                self.shut_down()
+            if self.given_up or self.error is not None:  # what failed may be the reading of a block, and the execution goes on
+                self._end_execution()
             self.ended = True
             self._over()
             self._mailbox.forget.remote(self.number)
@@ -206,7 +223,9 @@ _NOT_AGAIN: dict[str, Any] = (
 
 
 def fault_of_ours(error: Exception | None) -> Exception | None:
-    """What a task of ours raised, and would raise again; None where a process or node went away under it."""
+    """What a task of ours raised, and would raise again, or the reading of a block; None where a process or node went away under it."""
+    if isinstance(error, ZephonError):
+        return error
     cause = getattr(error, "cause", None)
     if not isinstance(error, ray.exceptions.RayTaskError) or isinstance(cause, ray.exceptions.RayError):
         return None

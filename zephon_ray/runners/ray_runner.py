@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-import pyarrow as pa
 import ray
 
 from zephon_ray.errors import RunnerError, ZephonError
@@ -27,9 +26,9 @@ from zephon_ray.runners.base import FailedUnit, Job, Runner, RunnerStats, name_o
 from zephon_ray.runners.fronts import SourceFront
 from zephon_ray.runners.load import Load
 from zephon_ray.runners.ray_cluster import Cluster, connect
-from zephon_ray.runners.ray_data import Wave, fault_of_ours
+from zephon_ray.runners.ray_data import Given, Read, Wave, fault_of_ours, fetch
 from zephon_ray.runners.ray_mailbox import Mailbox
-from zephon_ray.runners.ray_worker import TITLE, Entry, units_of
+from zephon_ray.runners.ray_worker import TITLE, Entry
 from zephon_ray.stages.unit import TokenisedUnit
 
 TASK_BYTES = 32 << 20
@@ -54,13 +53,13 @@ _log = logging.getLogger(__name__)
 class _Core:
     """The runner's threads and what they share, under one lock. It does not know its runner: one that was forgotten is collected."""
 
-    def __init__(self, job: Job, positions: Sequence[Position], workers: WorkersSpec, stall_s: float, cluster: Cluster) -> None:
-        self._job, self._workers, self._stall_s, self._cluster = job, workers, stall_s, cluster
+    def __init__(self, job: Job, positions: Sequence[Position], workers: WorkersSpec, stall_s: float, cluster: Cluster, read: Read) -> None:
+        self._job, self._workers, self._stall_s, self._cluster, self._read = job, workers, stall_s, cluster, read
         self._fronts = [SourceFront(job.recipe, m, p) for m, p in zip(job.manifests, positions, strict=True)]
         self._allowed = [0] * len(self._fronts)
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._results: deque[TokenisedUnit | FailedUnit] = deque()
+        self._results: deque[Any] = deque()
         self._waves: list[Wave] = []
         self._launched = 0
         self._draining: set[int] = set()
@@ -106,11 +105,17 @@ class _Core:
             if self._closed:
                 raise nothing_left(closed=True)
             if self._results:
-                return self._results.popleft()
+                unit: TokenisedUnit | FailedUnit = self._results.popleft()
+                return unit
             awaited = self._awaited()
             if awaited is None and self._error is None:
                 raise nothing_left(closed=False)
             raise self._error or RunnerError(f"no unit came within {timeout_s:g} s. {self._condition()}")
+
+    @property
+    def settled(self) -> bool:
+        with self._lock:
+            return self._settled()
 
     def _settled(self) -> bool:
         return bool(self._results) or self._closed or self._error is not None or self._awaited() is None
@@ -153,7 +158,7 @@ class _Core:
         return max(1, min(max(tasks, least), most, widest, self._cluster.slots(self._workers)))
 
     def _launch(self, tasks: int) -> None:
-        wave = Wave(self._job_ref, self._mailboxes[-1], self._launched, tasks, self._workers, self._deliver, self._wake)
+        wave = Wave(self._job_ref, self._mailboxes[-1], self._launched, tasks, self._workers, self._read, self._deliver, self._wake)
         self._launched += 1
         self._waves.append(wave)
         self._load.forget()
@@ -307,22 +312,21 @@ class _Core:
 
     # ---- a wave's thread
 
-    def _deliver(self, wave: Wave, table: pa.Table) -> None:
+    def _deliver(self, wave: Wave, given: Sequence[Given]) -> None:
         with self._changed:
-            for made in units_of(table):
-                unit = made.unit
-                good = isinstance(unit, TokenisedUnit) and unit.error is None
-                last = unit.last if good and isinstance(unit, TokenisedUnit) else None
+            for unit, skipped_bytes in given:
+                failed = isinstance(unit, FailedUnit)
+                last = None if failed or unit.error is not None else unit.last
                 front = self._fronts[unit.source]
-                wave.skipped_bytes += made.skipped_bytes
-                self._skipped_bytes += made.skipped_bytes
+                wave.skipped_bytes += skipped_bytes
+                self._skipped_bytes += skipped_bytes
                 if not front.take(unit.epoch, unit.group, unit.unit, last):
                     self._again += 1
                     continue
                 self._results.append(unit)
                 self._units += 1
                 self._progress, self._deaths, self._reopened = time.monotonic(), 0, 0
-                if isinstance(unit, TokenisedUnit):
+                if not failed:
                     wave.text_bytes += unit.text_bytes
                     self._text_bytes += unit.text_bytes
                 if not front.waiting:
@@ -370,12 +374,13 @@ class RayRunner(Runner):
         stall_s: seconds without a unit after which an execution is given up and opened again. Where none comes for three times as
             long, and for no less than 30 s if a node has room for a worker, the stream ends with an error.
         address: of a cluster ("host:port"); None for the one that this process is connected to, else for one of its own.
+        read: says what a block holds; by default its units, brought into this process. `take` gives what it gives.
     """
 
     reads_ahead = True
 
-    def __init__(self, workers: WorkersSpec, stall_s: float, address: str | None = None) -> None:
-        self._workers, self._stall_s, self._address = workers, stall_s, address
+    def __init__(self, workers: WorkersSpec, stall_s: float, address: str | None = None, read: Read = fetch) -> None:
+        self._workers, self._stall_s, self._address, self._read = workers, stall_s, address, read
         self._core: _Core | None = None
         self._closed = False
 
@@ -384,7 +389,7 @@ class RayRunner(Runner):
         refuse_start(self._core is not None, self._closed)
         cluster = connect(self._address)
         try:
-            core = _Core(job, positions, self._workers, self._stall_s, cluster)
+            core = _Core(job, positions, self._workers, self._stall_s, cluster, self._read)
         except BaseException:
             cluster.leave()
             raise
@@ -397,6 +402,11 @@ class RayRunner(Runner):
 
     def take(self, timeout_s: float) -> TokenisedUnit | FailedUnit:
         return self._started().take(timeout_s)
+
+    @property
+    def would_wait(self) -> bool:
+        """`take` would have to wait for a unit."""
+        return not self._started().settled
 
     def close(self) -> None:
         self._closed = True
