@@ -144,7 +144,8 @@ class Service:
             FeedError: there is none of the name, or it does not answer.
             RefusedError: it asks for another token, or speaks another version of the protocol.
         """
-        return self._ask(name, self._actor(name).status.remote(self._caller), timeout_s)
+        status: FeedStatus = self._ask(name, self._actor(name).status.remote(self._caller), timeout_s)
+        return status
 
     def stop(self, name: str, *, force: bool = False) -> None:
         """Stop a feed for good: it makes no further step, writes down what it has, and ends. Its directory can be continued.
