@@ -8,6 +8,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
+from ray._raylet import Config
+
 from zephon_ray.errors import FeedError, UserError
 from zephon_ray.feed.election import Election, private_folder
 from zephon_ray.feed.service import READY_S, Order, Service
@@ -70,7 +72,8 @@ class HostFeed:
     def _join(self, published: dict[str, object], token: str | None) -> None:
         auth = published["auth"]
         assert isinstance(auth, dict)
-        os.environ.update(auth)  # what Ray reads when it is joined: the cluster is the same user's
+        os.environ.update(auth)  # the cluster is the same user's
+        Config.initialize("")  # Ray has read its environment when it was imported
         self._service = Service(str(published["address"]), token)
 
     def close(self) -> None:
