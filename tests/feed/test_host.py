@@ -77,7 +77,7 @@ def check(answers: Sequence[Sequence[dict[str, Any]]], expected: Sequence[str]) 
 
 @pytest.mark.long
 @pytest.mark.fault
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 @pytest.mark.xdist_group("ray")
 def test_exactly_one_feed_is_shared_continued_after_a_kill_and_stopped_by_who_started_it(tmp_path: Path) -> None:
     recipe = tiny_corpus(tmp_path, texts=2000)
