@@ -93,13 +93,13 @@ class RunnerError(SystemFault):
     """Workers went on dying, or gave nothing within the limit."""
 
 
-class WorkerLost(RunnerError):
-    """A lane worker, or blocks that it was to be given, are gone. The stream goes on from its last state, with other workers."""
-
-
 class FeedError(SystemFault):
     """A feed is not there, or did not come back in time."""
 
 
 class FencedError(FeedError):
     """A newer incarnation of the run reads the feed, so this process has to end."""
+
+
+class WorkerLost(RunnerError):
+    """A lane worker, or blocks that it was to be given, are gone. The stream goes on from its last state, with other workers."""

@@ -1,34 +1,38 @@
-"""A rank as torchrun starts it, in no cluster: it shares the feed of its host, takes some steps, and says what it got."""
+"""A rank: reads a feed up to a step and says what it gets, a JSON line a step; then its state, or the error that it ends with."""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
+import time
+from typing import Any
 
+import zephon_ray
 from zephon_ray.batches import row_digests
-from zephon_ray.feed.client import connect
-from zephon_ray.feed.host import HostFeed
-from zephon_ray.feed.service import Order
-from zephon_ray.recipe import load_recipe
+from zephon_ray.loader import STATE_KEY
 
 
-def main() -> None:
-    path, out, steps, state = sys.argv[1:]
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    with (
-        HostFeed(Order(name="", recipe=load_recipe(path), out=out)) as shared,
-        connect(shared.name, address=shared.address, dp_rank=rank, dp_world_size=size, state=bytes.fromhex(state) or None) as feed,
-    ):
-        for _ in range(int(steps)):
-            batch = next(feed)
-            rows = [digest.hex() for digest in row_digests(batch)]
-            print(json.dumps({"step": batch.step, "digest": batch.digest.hex(), "rows": rows}), flush=True)
-        (saved,) = feed.state_dict().values()
-        print(json.dumps({"started": shared.started, "state": saved.hex(), "address": shared.address}), flush=True)
-        sys.stdin.readline()
-        print("ending", file=sys.stderr, flush=True)
+def say(**what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def main(order: dict[str, Any]) -> None:
+    state = bytes.fromhex(order["state"]) if "state" in order else None
+    feed = zephon_ray.connect(
+        order["name"], dp_rank=order["rank"], dp_world_size=order["of"], incarnation=order["incarnation"], state=state,
+        reconnect_s=order.get("reconnect_s", 60.0),
+    )  # fmt: skip
+    try:
+        with feed:
+            while feed.step < order["last"] and (batch := next(feed, None)) is not None:
+                rows = [row.hex() for row in row_digests(batch)]
+                say(step=batch.step, digest=batch.digest.hex(), chain=batch.chain.hex(), rows=rows, at=time.time())
+                del batch
+                time.sleep(order.get("pace_s", 0.0))  # as if it trained
+            say(state=feed.state_dict()[STATE_KEY].hex())
+    except zephon_ray.ZephonError as error:
+        say(error=type(error).__name__, said=str(error))
 
 
 if __name__ == "__main__":
-    main()
+    main(json.loads(sys.argv[1]))

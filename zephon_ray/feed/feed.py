@@ -43,7 +43,7 @@ OBSERVE_S = 5.0
 KEEP_STEPS = 2
 PATIENCE_S = 120.0
 HOT_SHARE = 0.3
-"""Of the object store, for rewinds, where the recipe does not say."""
+"""Of an object store, for rewinds, where the recipe does not say."""
 
 _INLINE_BYTES = 32 << 10
 _START_S = 300.0
@@ -214,7 +214,7 @@ class Feed:
         )
 
     def _wake(self) -> None:
-        """From a stream's thread: something has changed."""
+        """From any thread: something has changed."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._wake_here)
 
@@ -271,7 +271,9 @@ class RayStates:
 
 
 def _hot_bytes(recipe: Recipe) -> int:
+    """The recipe's budget, else a share of the smallest object store of those nodes that can have workers."""
     if recipe.execution.hot_replay_bytes is not None:
         return recipe.execution.hot_replay_bytes
-    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    return int(HOT_SHARE * resources.get("object_store_memory", 0))
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    stores = [node["Resources"].get("object_store_memory", 0) for node in nodes if node["Alive"] and node["Resources"].get("CPU")]
+    return int(HOT_SHARE * min(stores, default=0))

@@ -1,7 +1,7 @@
 """Making: steps come from a production, which may be lost at any time, and go into the run's directory before anyone gets them.
 
-The directory is the truth, a production is disposable: when it fails, another is opened from the last step, and what is made again
-must be what the ledger says. It is used from one thread; only `interrupt` may be called from others.
+The directory is the truth, a production is disposable: when it fails, another is opened where the ranks are, and what is made again
+must be what the ledger says. Rows live no longer than the production that made them. Used from one thread, but for `interrupt`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Produced(Protocol):
 
 
 class Production(Protocol):
-    """Makes steps one after the other. `close` may be called from any thread, the others from one."""
+    """Makes steps one after the other. `close` may be called from any thread, and takes the rows along; the others from one."""
 
     def next_step(self) -> Produced | None:
         """The next step; None at the end of the stream."""
@@ -61,6 +61,10 @@ class Production(Protocol):
 
 OpenProduction = Callable[[Job, Identity, StreamState | None, Recorded], Production]
 """Opens a production after a state (None: at the beginning), which compares what it reads with what was recorded."""
+
+
+class ProductionLostError(Exception):
+    """A production failed. It is gone with its rows; another one may do better."""
 
 
 class States(Protocol):
@@ -123,9 +127,10 @@ class Maker:
         self._states, self._patience, self._pause = states, patience_s, pause
         self._production: Production | None = None
         self._state: StreamState | None = None
-        self._placed = False
+        self._placed = self._refused = False
         self._histories: dict[int, bytes] = {}
         self._before = _NOTHING
+        self._failures = 0
         self.reopened = 0
         """How often a production failed, and another took its place."""
         self.waiting: str | None = None
@@ -178,6 +183,7 @@ class Maker:
             UserError, DifferenceError: of the data or the directory; the same again whoever tries.
             StorageError: data, or for `patience_s` the directory, cannot be reached.
             RunnerError: productions go on failing.
+            ProductionLostError: this one failed; `rewind` comes next.
         """
         produced = self._produced()
         if produced is None:
@@ -221,10 +227,12 @@ class Maker:
         began: float | None = None
         while True:
             try:
-                if began is not None:
+                if self._refused:
                     self._writer.recover()
+                    self._refused = False
                 done = action()
             except (StorageError, OSError) as error:
+                self._refused = True
                 began = began or time.monotonic()
                 seconds = time.monotonic() - began
                 self.waiting = f"the run's directory {self._writer.directory.url} refuses since {seconds:.0f} s: {error}"
@@ -243,9 +251,6 @@ class Maker:
     def drop(self) -> None:
         """Be done with the production, wherever it is; `rewind` comes next."""
         self._placed = False
-        self._end()
-
-    def _end(self) -> None:
         production, self._production = self._production, None
         if production is not None:
             production.close()
@@ -259,22 +264,25 @@ class Maker:
             self.drop()
 
     def _produced(self) -> Produced | None:
-        for failures in range(REOPENS + 1):
-            try:
-                if self._production is None:
-                    recorded = self.patiently(lambda: self._writer.recorded(self._state))
-                    self._production = self._open(self._job, self._identity, self._state, recorded)
-                return self._production.next_step()
-            except (UserError, DifferenceError, StorageError):
-                raise
-            except Exception as error:  # counted in `reopened`, and raised where it lasts
-                if failures == REOPENS or not self._pause(failures):
-                    raise error if isinstance(error, RunnerError) else RunnerError(f"steps cannot be made: {error}") from error
-                _log.warning("production failed after step %d, another one is opened: %s", self._state.step if self._state else 0, error)
-                self.reopened += 1
-                with suppress(Exception):  # what failed may fail at its end too
-                    self._end()
-        raise AssertionError
+        try:
+            if self._production is None:
+                recorded = self.patiently(lambda: self._writer.recorded(self._state))
+                self._production = self._open(self._job, self._identity, self._state, recorded)
+            produced = self._production.next_step()
+        except (UserError, DifferenceError, StorageError):
+            raise
+        except Exception as error:  # counted in `reopened`, and raised where it lasts
+            if self._failures >= REOPENS or not self._pause(self._failures):
+                self._failures = 0  # whoever tries again, tries as often
+                raise error if isinstance(error, RunnerError) else RunnerError(f"steps cannot be made: {error}") from error
+            _log.warning("production failed after step %s, another one is opened: %s", self.position, error)
+            self._failures += 1
+            self.reopened += 1
+            with suppress(Exception):  # what failed may fail at its end too
+                self.drop()
+            raise ProductionLostError(str(error)) from error
+        self._failures = 0
+        return produced
 
 
 def open_maker(

@@ -13,13 +13,13 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from zephon_ray.collector import first_state, prepare
 from zephon_ray.errors import FeedError, RefusedError, ZephonError
 from zephon_ray.feed.blocks import RowBlock
 from zephon_ray.feed.generations import Generations
-from zephon_ray.feed.making import KeptStep, Maker, OpenProduction, States, open_maker
+from zephon_ray.feed.making import KeptStep, Maker, OpenProduction, ProductionLostError, States, open_maker
 from zephon_ray.feed.protocol import Opened, OpenRequest, StepReply, StreamName, StreamStatus, TakeReply, TakeRequest
 from zephon_ray.feed.retention import Bounds, Retention
 from zephon_ray.recipe import Recipe
@@ -65,7 +65,7 @@ class FeedStream:
 
     Args:
         options: how it is fed.
-        changed: called from the thread when a step, an error or the end has come.
+        changed: called, from any thread, when those who wait have to look again.
     """
 
     def __init__(self, options: StreamOptions, changed: Callable[[], None]) -> None:
@@ -79,6 +79,7 @@ class FeedStream:
         self._maker: Maker | None = None
         self._asks: dict[str, int] = {}
         self._offered: dict[int, StreamState] = {}
+        self._left: dict[int, Any] = {}
         self._tasks: deque[Callable[[Maker], None]] = deque()
         self._error: BaseException | None = None
         self._ended: int | None = None
@@ -268,12 +269,13 @@ class FeedStream:
         }  # fmt: skip
         event = "restored" if at else "attached"
         self._tasks.append(lambda maker: maker.audit(event, **fields))
+        self._changed()  # who waits may be fenced now
 
     def _lose(self, step: int, ref: str) -> None:
         """A step's rows are gone; it is made again, unless it was since the rank got them."""
         kept = self._kept.get(step)
         if kept is not None and any(block.ref.hex() == ref for block in kept.blocks):
-            self._kept.forget_from(step)
+            self._forget()
 
     def _reply(self, request: TakeRequest, dp_rank: int) -> TakeReply | None:
         steps = []
@@ -354,10 +356,10 @@ class FeedStream:
             return None
         position, end = maker.position, self._ended
         needs = [step for step in self._asks.values() if self._kept.get(step) is None and (end is None or step <= end)]
-        need = min(needs, default=None)
-        if need is not None and (position is None or need <= position):
-            return lambda: self._rewind(maker, need)
         slowest = self._generations.slowest(time.monotonic())
+        if needs and (position is None or min(needs) <= position):
+            need = min(*needs, (slowest or 0) + 1)  # a rewind takes what was kept along: then all find what they lack
+            return lambda: self._rewind(maker, need)
         if position is None or slowest is None or (end is not None and position >= end):
             return None
         return (lambda: self._make(maker)) if position < slowest + self._ahead else None
@@ -380,21 +382,29 @@ class FeedStream:
 
     def _rewind(self, maker: Maker, need: int) -> None:
         with self._lock:
-            kept = [step for step in self._kept if step.step < need]
-            states = list(self._offered.values())
-        if kept:
-            states.append(self._options.states.get(kept[-1].state))
-        place = maker.rewind(need, states)
-        with self._lock:
-            self._kept.forget_from(place + 1)
-            if self._kept.last is not None and self._kept.last != place:
-                self._kept.forget_from(0)
+            self._forget()
+            states, last = list(self._offered.values()), max((step for step in self._left if step < need), default=None)
+            left = None if last is None else self._left[last]
+        if left is not None:
+            states.append(self._options.states.get(left))
+        maker.rewind(need, states)
+
+    def _forget(self) -> None:
+        """Rows are gone with the production that made them. States are not, and say where the next one can begin."""
+        if len(self._kept):
+            self._left = {kept.step: kept.state for kept in self._kept}
+        self._kept.forget_from(0)
 
     def _make(self, maker: Maker) -> None:
-        kept = maker.make()
+        try:
+            kept = maker.make()
+        except ProductionLostError:
+            with self._lock:
+                self._forget()
+            return
         with self._lock:
             if kept is None:
-                self._ended = maker.position
+                self._ended = None if self._stopping else maker.position  # a production that is interrupted ends too
             else:
                 self._kept.put(kept)
                 self._made.append((time.monotonic(), self._total_made))
@@ -407,6 +417,7 @@ class FeedStream:
         told = error if isinstance(error, ZephonError) else FeedError(f"the feed has a fault: {type(error).__name__}: {error}")
         with self._lock:
             self._error = told
+            self._forget()
         _log.error("the %s stream makes no further step: %s", self._options.name, told, exc_info=error)
         if self._maker:
             with suppress(Exception):  # what failed may fail at its end too
