@@ -58,7 +58,15 @@ def torchrun(folder: Path, restart: int = 0, state: str = "") -> Iterator[list[R
                 **os.environ, "RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS),
                 "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": str(restart), "XDG_RUNTIME_DIR": str(folder),
             }  # fmt: skip
-            command = [sys.executable, "-m", "tests.feed.host_rank_script", str(folder / "recipe.yaml"), str(folder / "run"), str(STEPS), state]
+            command = [
+                sys.executable,
+                "-m",
+                "tests.feed.host_rank_script",
+                str(folder / "recipe.yaml"),
+                str(folder / "run"),
+                str(STEPS),
+                state,
+            ]
             process = stack.enter_context(
                 subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             )

@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-from ray._raylet import Config
+from ray._raylet import Config  # type: ignore[attr-defined]
 
 from zephon_ray.errors import FeedError, UserError
 from zephon_ray.feed.election import Election, private_folder
