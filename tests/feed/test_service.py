@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -23,9 +25,11 @@ from zephon_ray.feed.client import connect
 from zephon_ray.feed.service import Order, Service, read_token
 from zephon_ray.loader import Loader
 from zephon_ray.recipe import recipe_from_dict
+from zephon_ray.testing import tiny_corpus
 
 pytestmark = [pytest.mark.usefixtures("ray_session"), pytest.mark.timeout(150)]
 
+ROOT = Path(__file__).parents[2]
 STEPS = 6
 
 
@@ -88,13 +92,14 @@ def _check_directory(out: Path) -> None:
     assert events[-1] == "stopped"
 
 
-def test_a_feed_that_was_stopped_is_continued_by_another_with_a_token_that_clients_must_have(
+def test_a_feed_with_a_token_takes_only_those_who_present_it_and_feeds_a_second_stream(
     service: Service, order: Order, tmp_path: Path
 ) -> None:
     secret = tmp_path / "token"
     secret.write_text("a long random word\n")
+    validation = a_recipe(tmp_path / "more", {"b": {}})
     with Service(None, read_token(str(secret))) as ours:
-        ours.start(replace(order, token=read_token(str(secret)), validation=a_recipe(tmp_path / "more", {"b": {}})))
+        ours.start(replace(order, token=read_token(str(secret)), validation=validation))
         assert "a long random word" not in str(ours.status("first"))
         with pytest.raises(RefusedError, match="gave none"):
             service.status("first")
@@ -102,10 +107,8 @@ def test_a_feed_that_was_stopped_is_continued_by_another_with_a_token_that_clien
             service.stop("first")
         with pytest.raises(RefusedError, match="gave none"), connect("first", incarnation="run:0") as feed:
             next(feed)
-        for stream, recipe in (("train", order.recipe), ("validation", None)):
-            with connect("first", incarnation="run:0", token_file=secret, stream=stream) as feed:  # type: ignore[arg-type]
-                batch = next(feed)
-                assert recipe is None or batch.chain == chains(recipe, 1)[0]
+        with connect("first", incarnation="run:0", token_file=secret, stream="validation") as feed:
+            assert next(feed).chain == chains(validation, 1)[0]
         assert ours.status("first").streams["validation"].directory == f"{order.out}-validation"
         ours.stop("first", force=True)
     assert service.names() == []
@@ -136,6 +139,51 @@ def test_a_feed_that_hangs_is_stopped_by_force(service: Service, order: Order, m
     assert service.names() == []
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
+
+
+def serve(service: Service, recipe: Path, out: Path, **more: str) -> subprocess.Popen[str]:
+    """The command, in a process that joins this one's cluster."""
+    token = Path.home() / ".ray" / "auth_token"
+    auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)} if token.exists() else {}
+    command = ["serve", str(recipe), "--name", "first", "--out", str(out), "--address", service.address, "--json"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "zephon_ray", *command], env={**os.environ, "PYTHONPATH": str(ROOT), **auth, **more},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def test_serve_stays_until_a_signal_stops_its_feed_which_lives_on_where_it_was_killed(service: Service, tmp_path: Path) -> None:
+    recipe, out = tiny_corpus(tmp_path, execution={"runner": "ray"}), tmp_path / "run"
+    with serve(service, recipe, out) as killed:
+        assert killed.stdout
+        told = json.loads(killed.stdout.readline())
+        assert (told["event"], told["name"], told["directories"]) == ("serving", "first", {"train": str(out)})
+        killed.kill()
+    assert service.status("first").pid == told["pid"]
+    with serve(service, recipe, out) as second:
+        said = json.loads(second.communicate(timeout=60)[0])
+        assert "there is a feed 'first'" in said["error"]["message"]
+    assert second.returncode == 2
+    service.stop("first")
+    with serve(service, recipe, out) as third:
+        assert third.stdout
+        assert json.loads(third.stdout.readline())["event"] == "serving"
+        third.terminate()
+        assert json.loads(third.communicate(timeout=60)[0]) == {"event": "stopped", "name": "first", "by": "signal"}
+    assert third.returncode == 0
+    assert service.names() == []
+
+
+def test_a_feed_of_a_cluster_that_ends_with_the_command_cannot_be_left_running(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["serve", "recipe.yaml", "--name", "x", "--out", "run", "--detach"]) == 2
+    assert "--address" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["status"], ["stop", "x"]])
+def test_who_looks_for_a_feed_says_where(command: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert run_command(command) == 2
+    assert "RAY_ADDRESS" in capfd.readouterr().err
 
 
 def test_a_local_directory_is_refused_where_other_nodes_would_not_see_it(
