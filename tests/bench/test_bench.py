@@ -13,12 +13,18 @@ import pytest
 
 from tests.bench.adapters import ours
 from tests.bench.collector import pairs_per_cpu_second
+from tests.bench.feed import latency
 from tests.golden_cases import GOLDEN
 from zephon_ray.testing import documents
 
 
 def test_the_collectors_measurement_runs() -> None:
     assert pairs_per_cpu_second(8, 600, "wrap", seconds=0.01) > 0
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_the_feeds_measurement_runs(tmp_path: Path) -> None:
+    assert latency(tmp_path, 5, 0.0)["fetch_ms"] > 0
 
 
 def test_the_harness_adapter_gives_whole_batches(tmp_path: Path) -> None:

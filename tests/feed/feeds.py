@@ -48,9 +48,8 @@ class Served:
 @contextmanager
 def serving(name: str, recipe: Recipe, out: Path, validation: Recipe | None = None, **more: Any) -> Iterator[Served]:
     streams = {"train": recipe} | ({"validation": validation} if validation else {})
-    options = FeedOptions(
-        name=name, recipes=streams, directories={stream: str(out / stream) for stream in streams}, open_production=open_on_ray, **more
-    )
+    more.setdefault("open_production", open_on_ray)
+    options = FeedOptions(name=name, recipes=streams, directories={stream: str(out / stream) for stream in streams}, **more)
     actor = (
         ray.remote(Feed)
         .options(name=actor_name(name), namespace=NAMESPACE, lifetime="detached", max_restarts=-1, num_cpus=0, max_concurrency=1000)

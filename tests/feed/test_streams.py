@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.fault_proxy import SLOW_DOWN, FaultProxy
 from tests.feed.stand_in import Here
+from tests.s3_server import Bucket
 from tests.small import a_recipe
 from zephon_ray.batches import GlobalBatch
 from zephon_ray.errors import (
@@ -51,7 +53,7 @@ class Local:
 class Served:
     """A stream, and ranks that take from it."""
 
-    def __init__(self, recipe: Recipe, out: Path, production: Callable[..., Any], **more: Any) -> None:
+    def __init__(self, recipe: Recipe, out: Path | str, production: Callable[..., Any], **more: Any) -> None:
         self.changes = threading.Condition()
         options = StreamOptions(
             name="train", recipe=recipe, out=str(out), open_production=production, states=Local(),
@@ -77,26 +79,27 @@ class Served:
         self.until(self.stream.ready)
         step, chain = place_in(state) if state else (0, bytes(16))
         request = OpenRequest(
-            caller=Caller(client=f"host:{rank}"), stream="train", dp_rank=rank, dp_world_size=of, incarnation=incarnation, state=state,
+            caller=Caller(client=f"host:{rank}"), session=f"session{len(self.requests)}",
+            stream="train", dp_rank=rank, dp_world_size=of, incarnation=incarnation, state=state,
             start_step=step, start_chain=chain,
         )  # fmt: skip
         self.requests.append(replace(request, **more))
-        return Rank(self, self.stream.open(self.requests[-1], f"session{len(self.requests)}"))
+        return Rank(self, self.requests[-1].session, self.stream.open(self.requests[-1]))
 
     def status(self) -> StreamStatus:
         return self.stream.status()
 
 
 class Rank:
-    def __init__(self, served: Served, opened: Opened) -> None:
-        self.served, self.opened, self.taken = served, opened, opened.state.step
+    def __init__(self, served: Served, session: str, opened: Opened) -> None:
+        self.served, self.session, self.opened, self.taken = served, session, opened, opened.state.step
 
     def ask(self, count: int = 1, **more: Any) -> TakeReply | None:
-        return self.served.stream.ask(TakeRequest(session=self.opened.session, taken=self.taken, count=count, **more))
+        return self.served.stream.ask(TakeRequest(session=self.session, taken=self.taken, count=count, **more))
 
     def take(self, **more: Any) -> StepReply | None:
         reply = self.served.until(lambda: self.ask(**more))
-        self.served.stream.unask(self.opened.session)
+        self.served.stream.unask(self.session)
         assert reply.steps or reply.ended
         if not reply.steps:
             return None
@@ -117,7 +120,7 @@ class Rank:
 
 
 @contextmanager
-def serving(recipe: Recipe, out: Path, production: Callable[..., Any] | None = None, **more: Any) -> Iterator[Served]:
+def serving(recipe: Recipe, out: Path | str, production: Callable[..., Any] | None = None, **more: Any) -> Iterator[Served]:
     served = Served(recipe, out, production or Here(), **more)
     try:
         yield served
@@ -203,8 +206,8 @@ def test_a_rewind_within_what_is_kept_makes_nothing_again(recipe: Recipe, expect
     with serving(recipe, tmp_path / "out", here) as served:
         rank = served.rank()
         steps = rank.steps(20)
-        served.stream.saved(rank.opened.session, 10)
-        served.stream.saved(rank.opened.session, 20)
+        served.stream.saved(rank.session, 10)
+        served.stream.saved(rank.session, 20)
         made = served.until(lambda: served.status() if served.status().step == 24 else None)
         again = served.rank(incarnation="run:1", state=rank.state(steps[9]))
         with pytest.raises(FencedError):
@@ -330,7 +333,7 @@ def test_ranks_that_do_not_fit_are_refused(recipe: Recipe, tmp_path: Path) -> No
         with pytest.raises(RecipeError, match="dp_world_size=3"):
             served.rank(0, 3, incarnation="run:1")
         with pytest.raises(StateError):
-            served.stream.open(replace(served.requests[0], state=b"{}"), "other")
+            served.stream.open(replace(served.requests[0], state=b"{}"))
         with pytest.raises(RefusedError, match="the fingerprint"):
             served.rank(1, 2, fingerprint="0" * 64)
         with pytest.raises(RefusedError, match="another run, run:0"):
@@ -395,6 +398,37 @@ class Refusing:
             return reopen()
 
         directory.open_ledger = open_ledger
+
+
+@pytest.mark.fault
+def test_a_store_that_refuses_for_a_while_and_one_that_does_for_good(
+    bucket: Bucket, proxy: FaultProxy, recipe: Recipe, expected: list[GlobalBatch]
+) -> None:
+    """What was given to ranks and not written yet is written when the store takes it again."""
+    storage = bucket.spec(endpoint_url=proxy.endpoint, max_tries=2, retry_seconds=1)
+    recipe = recipe.model_copy(update={"execution": recipe.execution.model_copy(update={"storage": storage})})
+    refuses = threading.Event()
+    proxy.fault = lambda asked: SLOW_DOWN if asked.method == "PUT" and refuses.is_set() else None
+    out = f"{bucket.url}/run"
+    with serving(recipe, out, patience_s=30) as served:
+        rank = served.rank()
+        rank.steps(5)
+        refuses.set()
+        served.stream.saved(rank.session, 5)
+        assert "refuses since" in served.until(lambda: served.status().waiting)
+        refuses.clear()
+        assert all(same(step, batch) for step, batch in zip(rank.steps(20), expected[5:20], strict=True))
+    assert verify(out, recipe=recipe).steps >= 20
+    with serving(recipe, out, patience_s=0.2) as served:
+        ranks = [served.rank(r, 2) for r in range(2)]
+        for rank in ranks:
+            rank.steps(3)
+        refuses.set()
+        served.stream.saved(ranks[0].session, 3)
+        for rank in ranks:
+            with pytest.raises(StorageError, match=r"the run's directory .* refuses since"):
+                rank.steps(40)
+        refuses.clear()
 
 
 def test_a_stopped_stream_says_so_and_has_saved_its_last_state(recipe: Recipe, tmp_path: Path) -> None:

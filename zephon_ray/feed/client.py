@@ -123,7 +123,7 @@ class FeedLoader:
         self._state: StreamState | None = None
         self._link: Link | None = None
         self._reader: Reader | None = None
-        self._closer: weakref.finalize[[Reader, ray_cluster.Cluster], FeedLoader] | None = None
+        self._closer: weakref.finalize[[int, Reader, ray_cluster.Cluster], FeedLoader] | None = None
         self._closed = False
         self._lock, self._taking = threading.RLock(), threading.Lock()
 
@@ -201,6 +201,7 @@ class FeedLoader:
         step, chain = (0, bytes(16)) if self._bytes is None else place_in(self._bytes)
         request = OpenRequest(
             caller=Caller(client=f"{socket.gethostname()}:{os.getpid()}", token=self._token),
+            session=uuid.uuid4().hex,
             stream=self.stream, dp_rank=self.dp_rank, dp_world_size=self.dp_world_size, incarnation=self.incarnation,
             restores=self._restores, start_step=step, start_chain=chain, takeover=self._takeover, fingerprint=self._fingerprint,
         )  # fmt: skip
@@ -215,7 +216,7 @@ class FeedLoader:
         rows = self.dp_rank * size, (self.dp_rank + 1) * size
         reader = Reader(link, opened.identity, opened.state, rows, self._prefetch)
         self._link, self._reader, self._opened, self._state = link, reader, opened, opened.state
-        self._closer = weakref.finalize(self, _close, reader, cluster)
+        self._closer = weakref.finalize(self, _close, os.getpid(), reader, cluster)
         return reader, opened
 
     def _leave(self) -> None:
@@ -224,7 +225,9 @@ class FeedLoader:
         self._reader = self._link = self._closer = None
 
 
-def _close(reader: Reader, cluster: ray_cluster.Cluster) -> None:
+def _close(pid: int, reader: Reader, cluster: ray_cluster.Cluster) -> None:
+    if pid != os.getpid():
+        return  # a forked child has neither the thread nor the cluster
     reader.close()
     cluster.leave()
 

@@ -12,7 +12,6 @@ import hmac
 import os
 import socket
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -108,9 +107,8 @@ class Feed:
                 f"feed {self._options.name} has no {request.stream} stream, only {', '.join(self._streams)}. Serve it with --validation"
             )
         await self._until(lambda: True if stream.ready() else None, _START_S)
-        session = uuid.uuid4().hex
-        opened = stream.open(request, session)
-        self._sessions[session] = stream
+        opened = stream.open(request)
+        self._sessions[request.session] = stream
         return opened
 
     async def take(self, request: TakeRequest) -> TakeReply:

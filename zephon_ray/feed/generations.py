@@ -84,12 +84,11 @@ class Generations:
         """Of the newest generation; 0 before the first."""
         return self._current.dp_world_size if self._current else 0
 
-    def open(self, request: OpenRequest, session: str, at: int, now: float) -> bool:
+    def open(self, request: OpenRequest, at: int, now: float) -> bool:
         """A rank joins, comes back, or begins a new generation.
 
         Args:
             request: what it asks for; its size and state were found possible.
-            session: a new name for it.
             at: the step from which it goes on.
             now: seconds on a clock that never goes back.
 
@@ -109,7 +108,9 @@ class Generations:
         start = (request.start_step, request.start_chain) if anew else generation.starts[request.restores]
         self._check_agrees(request, generation, start)
         generation.starts[request.restores] = start
-        generation.members[session] = Member(session=session, dp_rank=request.dp_rank, client=request.caller.client, taken=at, called=now)
+        generation.members[request.session] = Member(
+            session=request.session, dp_rank=request.dp_rank, client=request.caller.client, taken=at, called=now
+        )
         generation.joined.add(request.dp_rank)
         return anew
 
@@ -171,7 +172,7 @@ class Generations:
 
     def _begin(self, run_id: str, count: int, dp_world_size: int) -> None:
         new = _Generation(number=self._numbers + 1, run_id=run_id, count=count, dp_world_size=dp_world_size)
-        if self._current:
+        if self._current and self._current.incarnation != new.incarnation:
             reason = _over(self._current.incarnation, new.incarnation)
             self._fenced |= dict.fromkeys(self._current.members, reason)
             for session in list(self._fenced)[:-_REMEMBERED]:

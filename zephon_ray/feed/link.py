@@ -39,7 +39,6 @@ class Link:
     def __init__(self, name: str, request: OpenRequest, reconnect_s: float) -> None:
         self._name, self._request, self._reconnect = name, request, reconnect_s
         self._actor: Any = None
-        self._session = ""
         self._closed = False
 
     def open(self, state: bytes | None) -> Opened:
@@ -63,7 +62,7 @@ class Link:
                     ) from error
                 time.sleep(_TRY_S)
             else:
-                self._session = opened.session
+                self._request = replace(self._request, takeover=False)  # coming back pushes nobody out
                 return opened
 
     def take(self, request: TakeRequest) -> TakeReply:
@@ -73,20 +72,20 @@ class Link:
             AwayError: the feed does not answer.
             ZephonError: what the feed raises.
         """
-        reply: TakeReply = self._call("take", replace(request, session=self._session), timeout_s=POLL_S + _GRACE_S)
+        reply: TakeReply = self._call("take", replace(request, session=self._request.session), timeout_s=POLL_S + _GRACE_S)
         return reply
 
     def saved(self, step: int) -> None:
         """Tell the feed, if it is there, that a state was saved. Nothing is waited for."""
         with suppress(RayError):
-            self._actor.saved.remote(self._session, step)
+            self._actor.saved.remote(self._request.session, step)
 
     def leave(self) -> None:
         """Tell the feed, if it is there, that this rank is done; a call that is under way ends."""
         self._closed = True
         if self._actor is not None and ray.is_initialized():
             with suppress(RayError):
-                ray.get(self._actor.leave.remote(self._session), timeout=_LEAVE_S)
+                ray.get(self._actor.leave.remote(self._request.session), timeout=_LEAVE_S)
 
     def _call(self, method: str, *args: Any, timeout_s: float) -> Any:
         try:

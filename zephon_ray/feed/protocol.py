@@ -55,6 +55,7 @@ class OpenRequest:
 
     Args:
         caller: who it is.
+        session: a new name for it, which nobody can guess; the same when it comes back, so that it is not counted twice.
         stream: which one.
         dp_rank: in [0, dp_world_size).
         dp_world_size: a divisor of the global batch size.
@@ -69,6 +70,7 @@ class OpenRequest:
     """
 
     caller: Caller
+    session: str = field(repr=False)
     stream: StreamName
     dp_rank: int
     dp_world_size: int
@@ -86,14 +88,12 @@ class Opened:
     """The answer.
 
     Args:
-        session: names this rank in its further calls.
         generation: from 1, one more whenever a new incarnation takes over.
         identity: of the stream.
         recipe_yaml: of the stream, as resolved.
         state: from which the rank goes on.
     """
 
-    session: str
     generation: int
     identity: Identity
     recipe_yaml: str

@@ -97,9 +97,7 @@ class Reader:
         return found
 
     def close(self) -> None:
-        """End the thread, and leave the feed."""
-        if self._pid != os.getpid():
-            return  # the child has no such thread, and the lock may have been held at the fork
+        """End the thread, and leave the feed. Not in a forked child."""
         with self._changed:
             self._closed = True
             self._ready.clear()

@@ -101,7 +101,7 @@ class FeedStream:
         with self._lock:
             return self._maker is not None or self._error is not None or self._stopping
 
-    def open(self, request: OpenRequest, session: str) -> Opened:
+    def open(self, request: OpenRequest) -> Opened:
         """A rank joins.
 
         Raises:
@@ -125,7 +125,7 @@ class FeedStream:
             recipe.check_dp(request.dp_rank, request.dp_world_size)
             state = self._first if request.state is None else from_bytes(request.state, identity)
             at = state.step
-            anew = self._generations.open(request, session, at, time.monotonic())
+            anew = self._generations.open(request, at, time.monotonic())
             self._offered[at] = state
             self._maker.expect(at, state.chain)
             for old in list(self._offered)[:-_OFFERED]:
@@ -133,9 +133,7 @@ class FeedStream:
             if anew:
                 self._begin(request, at)
             self._lock.notify_all()
-            return Opened(
-                session=session, generation=self._generations.number, identity=identity, recipe_yaml=recipe.to_yaml(), state=state
-            )
+            return Opened(generation=self._generations.number, identity=identity, recipe_yaml=recipe.to_yaml(), state=state)
 
     def ask(self, request: TakeRequest) -> TakeReply | None:
         """The next steps of a rank; None where it has to wait. Then it asks again, or says `unask`.
