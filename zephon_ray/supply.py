@@ -67,7 +67,8 @@ class SourceSupply(Generic[U]):
         self._arrived: dict[UnitKey, U | FailedUnit] = {}
         self._tasks: list[UnitTask] | None = None
         self._memory, self._kept, self._kept_bytes = memory, dict[tuple[int, int], U](), 0
-        self._keeps = True
+        epochs = recipe.sources[self.source].epochs
+        self._keeps = epochs is None or position.epoch + 1 < epochs
         self.remembered = False
         self._epoch_pairs, self._epoch_bad, self._whole_epoch = 0, 0, position.window == 0
         self._unused: deque[tuple[int, WindowUse, LeftOutCounts]] = deque()

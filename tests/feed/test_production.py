@@ -23,8 +23,7 @@ from tests.core.runner_suite import eventually
 from tests.core.test_lane_groups import Runs, a_bad_corpus, outcome
 from tests.golden_cases import GoldenCase
 from tests.ray.many_units import many_units
-from tests.ray.test_ray_store import store
-from zephon_ray import supplies
+from tests.ray.test_ray_store import FILES, store, window_bytes
 from zephon_ray.batches import GlobalBatch
 from zephon_ray.collector import prepare
 from zephon_ray.errors import BadRecordError, RunnerError, SourceError, WorkerLost
@@ -209,12 +208,12 @@ def bytes_got() -> Iterator[list[int]]:
         Worker.deserialize_objects = read
 
 
-def test_no_token_comes_into_the_process_that_orders_lanes_and_dropped_rows_are_given_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supplies, "MEMORY_BYTES", 0)  # small sources keep no unit, and all that is left is a leak
+KEPT_BESIDE_READ = [("s", "s", 1), ("kept", "s/00.jsonl.gz", 5)]
+
+
+def test_no_token_comes_into_the_process_that_orders_lanes_and_dropped_rows_are_given_back(tmp_path: Path) -> None:
     shape = {"sequence_length": 8192, "global_batch_size": 16, "lanes": 4}
-    recipe = many_units(tmp_path, files=4, units=6, words=20_000, execution={"prefetch_steps": 2, "lane_workers": 2}, **shape)
+    recipe = many_units(tmp_path, files=4, units=6, words=4000, execution={"prefetch_steps": 2, "lane_workers": 2}, **shape)
     job, identity = prepare(recipe)
     expected = unbroken(job, identity, 100)
     step_bytes = expected[0].rows.nbytes
@@ -239,6 +238,24 @@ def test_no_token_comes_into_the_process_that_orders_lanes_and_dropped_rows_are_
         eventually(lambda: store().object_store_bytes_used - before < step_bytes, "dropped steps are given back")
         np.testing.assert_array_equal(np.concatenate(got_rows), np.concatenate([batch.rows for batch in expected[:2]]))
     eventually(lambda: store().object_store_bytes_used - before < 1 << 20, "nothing is left")
+
+
+def test_a_small_source_is_read_once_and_kept_without_the_blocks_that_it_came_in(tmp_path: Path) -> None:
+    """Beside it lies one that is read once, in the same blocks: these are given back."""
+    sources = [{"name": name, "uri": uri, "epochs": n, "weight": 1, "window_groups": 4} for name, uri, n in KEPT_BESIDE_READ]
+    shape = {"sequence_length": 1024, "global_batch_size": 16, "on_exhausted": "continue"}
+    recipe = many_units(tmp_path, files=8, units=6, words=4000, execution={"prefetch_steps": 2}, sources=sources, **shape)
+    job, identity = prepare(recipe)
+    expected = unbroken(job, identity, 10_000)
+    kept_bytes = 6 * window_bytes(recipe) // FILES
+    before = store().object_store_bytes_used
+    with closing(Production(job, lane_workers=2)) as production:
+        for batch in expected:
+            check_same(production.next_step(), batch, identity)
+        assert production.next_step() is None
+        assert production.stats().units.units < 8 * 6 + 2 * 6, "its later epochs read nothing"
+        eventually(lambda: store().object_store_bytes_used - before < 2 * kept_bytes, "only what is kept is held", 20)
+        assert store().object_store_bytes_used - before >= kept_bytes
 
 
 def test_closing_from_another_thread_ends_actors_threads_and_the_waiting_call(tmp_path: Path) -> None:

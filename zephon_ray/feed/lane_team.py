@@ -25,6 +25,13 @@ _UNITS = "units"
 """Calls about units have threads of their own in a lane worker: they do not wait for a step in the making."""
 _UNIT_THREADS = 2
 
+START_S = 60.0
+"""Seconds that a worker may take for its first answer, where the limit is shorter: its process starts in this time."""
+
+
+NOTHING = Answer(steps=(), events=0)
+"""Before the first answer."""
+
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Member:
@@ -46,7 +53,7 @@ class Member:
     events: list[Event] = field(default_factory=list)
     calls: deque[Any] = field(default_factory=deque)
     sent: int = 0
-    answer: Answer = field(default_factory=lambda: Answer(steps=(), events=0))
+    answer: Answer = NOTHING
 
     @property
     def stuck(self) -> bool:
@@ -85,7 +92,7 @@ class LaneTeam:
         wait_s: float,
     ) -> None:
         self.told = 0
-        self._batch, self._wait_s = max(1, ahead // 2), wait_s
+        self._batch, self._patience_s, self._started = max(1, ahead // 2), wait_s, False
         make_actor: Any = ray.remote  # its types know no concurrency groups
         body = make_actor(num_cpus=0, concurrency_groups={_UNITS: _UNIT_THREADS})(LaneWorker)
         self.members = [
@@ -98,6 +105,12 @@ class LaneTeam:
             for lanes, where in zip(groups, cluster.spread(recipe.execution.workers, len(groups)), strict=True)
         ]
         self._turn, self._turns = itertools.cycle(self.members), threading.Lock()
+
+    @property
+    def _wait_s(self) -> float:
+        if not self._started:
+            self._started = all(member.answer is not NOTHING for member in self.members)
+        return self._patience_s if self._started else max(self._patience_s, START_S)
 
     # ---- units
 

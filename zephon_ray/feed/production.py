@@ -15,7 +15,7 @@ from typing import Any
 
 from zephon_ray.batches import GlobalStep
 from zephon_ray.collector import first_state, no_batch_at_all
-from zephon_ray.errors import RunnerError
+from zephon_ray.errors import RunnerError, ZephonError
 from zephon_ray.feed.blocks import RowBlock
 from zephon_ray.feed.lane_team import LaneTeam
 from zephon_ray.feed.lane_worker import Event
@@ -99,17 +99,22 @@ class Production:
         execution = recipe.execution
         self.state = state = state or first_state(job)
         self._ahead = max(1, execution.prefetch_steps)
+        self._error: ZephonError | None = None
         cluster = connect(address)
-        self._team = team = LaneTeam(
-            recipe,
-            state,
-            pad_id=job.options.pad or 0,
-            groups=split_lanes(recipe.lanes, lane_workers or execution.lane_workers),
-            cluster=cluster,
-            block_bytes=block_bytes,
-            ahead=self._ahead,
-            wait_s=execution.stall_seconds,
-        )
+        try:
+            self._team = team = LaneTeam(
+                recipe,
+                state,
+                pad_id=job.options.pad or 0,
+                groups=split_lanes(recipe.lanes, lane_workers or execution.lane_workers),
+                cluster=cluster,
+                block_bytes=block_bytes,
+                ahead=self._ahead,
+                wait_s=execution.stall_seconds,
+            )
+        except BaseException:
+            cluster.leave()
+            raise
         self._shelf = shelf = Shelf(team.copy_out)
 
         def read(block: Any) -> list[Given]:
@@ -127,7 +132,7 @@ class Production:
             team.tell(Event(source=source, ended=True))
 
     def next_step(self) -> ProducedStep | None:
-        """The next step; None at the end of the stream.
+        """The next step; None at the end of the stream. What it raises, it raises again.
 
         Raises:
             BadRecordError, SourceError, DataChangedError, StorageError: the data cannot be used, or does not make one batch.
@@ -135,19 +140,25 @@ class Production:
             WorkerLost: a lane worker, or what it was to be given, is gone. Close the production and open another.
             RunnerError: the workers gave nothing in time, or go on dying; or the production is closed.
         """
+        self._refuse_closed()
+        if self._error is not None:
+            raise self._error
         try:
+            return self._take() if self._wait_for_step() else None
+        except ZephonError as error:
             self._refuse_closed()
-            while (going_on := self._goes_on()) is None:
-                if self._team.busy:
-                    self._team.gather(wait=True)
-                elif not self._serve(wait=True):
-                    raise RunnerError("no lane worker has anything to do, and a step is missing. This is a fault of zephon_ray: report it")
-        except RunnerError:
-            self._refuse_closed()
+            self._error = error
             raise
+
+    def _wait_for_step(self) -> bool:
+        while (going_on := self._goes_on()) is None:
+            if self._team.busy:
+                self._team.gather(wait=True)
+            elif not self._serve(wait=True):
+                raise RunnerError("no lane worker has anything to do, and a step is missing. This is a fault of zephon_ray: report it")
         if not going_on and not self.state.step:
             raise no_batch_at_all(self._recipe, self._supplies.pairs)
-        return self._take() if going_on else None
+        return going_on
 
     def _refuse_closed(self) -> None:
         if not self._closer.alive:

@@ -14,6 +14,7 @@ import logging
 import os
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -28,7 +29,8 @@ from ray.data.datasource import Datasource, ReadTask
 from zephon_ray.errors import RunnerError, ZephonError
 from zephon_ray.recipe import WorkersSpec
 from zephon_ray.runners.base import Job
-from zephon_ray.runners.ray_worker import NAME, TITLE, Entry, blocks, units_of
+from zephon_ray.runners.ray_worker import NAME, TITLE, Entry, units_of
+from zephon_ray.runners.ray_worker import blocks as made_blocks
 from zephon_ray.stages.tokenise import UnitTokeniser
 
 _CONTEXT = threading.Lock()
@@ -87,7 +89,7 @@ def _reader(job: ray.ObjectRef[Job], mailbox: Any, wave: int, task: int, tasks: 
             _TOKENISERS.clear()
             tokeniser = _TOKENISERS[job.hex()] = UnitTokeniser(made.options)
         caller = ray.get_runtime_context().get_node_id(), os.getpid()
-        yield from blocks(made, tokeniser, task, tasks, lambda number: ray.get(mailbox.entry.remote(wave, task, number, caller)))
+        yield from made_blocks(made, tokeniser, task, tasks, lambda number: ray.get(mailbox.entry.remote(wave, task, number, caller)))
 
     return read
 
@@ -183,12 +185,12 @@ class Wave:
             dataset = self._dataset()
             self._executor = dataset._create_executor()
             for bundle in dataset._build_bundle_iterator(self._executor):
-                for ref in bundle.block_refs:
+                blocks = deque(bundle.block_refs)
+                del bundle  # nor any other name holds a block while the next is waited for
+                while blocks:
                     if self.given_up:
                         return
-                    given = self._read(ref)
-                    self.delivered = True
-                    self._deliver(self, given)
+                    self._take(blocks.popleft())
         except Exception as error:  # noqa: BLE001  looked after by the runner
             self.error = error
         finally:
@@ -197,6 +199,11 @@ class Wave:
             self.ended = True
             self._over()
             self._mailbox.forget.remote(self.number)
+
+    def _take(self, block: Any) -> None:
+        given = self._read(block)
+        self.delivered = True
+        self._deliver(self, given)
 
     def _dataset(self) -> ray.data.Dataset:
         context = DataContext.get_current().copy()
