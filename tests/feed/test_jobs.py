@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -164,7 +165,7 @@ def test_a_job_cannot_be_given_another_runner() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(420)
 @pytest.mark.xdist_group("ray")
-def test_jobs_are_submitted_as_documented_and_the_feed_outlives_its_job(head: Head, tmp_path: Path) -> None:
+def test_jobs_run_as_documented_and_the_feed_outlives_its_job_or_not(head: Head, tmp_path: Path) -> None:
     recipe, runs_folder = tiny_corpus(tmp_path, execution={"runner": "ray"}), tmp_path / "runs"
     serve, verify = (
         line.replace("/path/to/recipe.yaml", str(recipe)).replace("/path/to/runs", str(runs_folder)) for line in documented("submit")
@@ -179,8 +180,7 @@ def test_jobs_are_submitted_as_documented_and_the_feed_outlives_its_job(head: He
     assert read.stdout.split()[-1] == str(STEPS)
     _check_exported(head)
 
-    shown = head.run(f"PYTHONPATH={ROOT} python -m zephon_ray status --address {head.address} --json", 60)
-    ((feed),) = json.loads(shown.stdout)
+    (feed,) = feeds(head)
     assert feed["name"] == "first"
     assert feed["status"]["streams"]["train"]["step"] >= STEPS
 
@@ -195,6 +195,28 @@ def test_jobs_are_submitted_as_documented_and_the_feed_outlives_its_job(head: He
     stopped = head.run(f"PYTHONPATH={ROOT} python -m zephon_ray stop first --address {head.address} --json", 60)
     assert json.loads(stopped.stdout) == {"stopped": "first", "force": False}
     assert runs.verify(str(runs_folder / "first"), runner="threads").last_step >= STEPS
+    _check_a_job_that_is_stopped(
+        head, serve.replace("job submit", "job submit --no-wait --submission-id staying", 1).replace(" --detach", "")
+    )
+
+
+def feeds(head: Head) -> list[dict[str, Any]]:
+    """What `status` lists."""
+    shown = head.run(f"PYTHONPATH={ROOT} python -m zephon_ray status --address {head.address} --json", 60)
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    found: list[dict[str, Any]] = json.loads(shown.stdout)
+    return found
+
+
+def _check_a_job_that_is_stopped(head: Head, serve: str) -> None:
+    """A job without --detach takes its feed with it."""
+    assert submit(head, serve).returncode == 0
+    until = time.monotonic() + START_S
+    while not feeds(head):
+        assert time.monotonic() < until, head.run("ray job logs staying", 60).stdout
+    stopped = head.run("ray job stop staying", SUBMIT_S)
+    assert stopped.returncode == 0, stopped.stderr
+    assert feeds(head) == []
 
 
 RANK = f"""
