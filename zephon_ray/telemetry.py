@@ -1,6 +1,7 @@
-"""Telemetry: what is measured of a process, each with its unit. Nothing here decides anything.
+"""Telemetry: what is measured of a process and of a feed, each with its unit. Nothing here decides anything.
 
-What runners count of their work stands in `runners.base.RunnerStats`.
+What runners count of their work stands in `runners.base.RunnerStats`. `FEED_METRICS` is the one list of what a feed can be watched by;
+dashboards are checked against it, and `feed.metrics` sets them.
 """
 
 from __future__ import annotations
@@ -12,8 +13,60 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 _LOOK_S = 1.0
+
+EXPORTED = "ray_"
+"""What Ray puts before the name of a metric where it is scraped."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Metric:
+    """Something that a feed is watched by.
+
+    Args:
+        name: ends with what it is counted in; that of a counter also with `_total`.
+        kind: "gauge": as it is now; "counter": it only grows, and begins again at 0 with the process.
+        unit: what it is counted in.
+        description: a sentence.
+        tags: what there is one of it for, in order.
+    """
+
+    name: str
+    kind: Literal["gauge", "counter"]
+    unit: str
+    description: str
+    tags: tuple[str, ...]
+
+
+def _metric(name: str, unit: str, description: str, *, tag: str | None = None, stream: bool = True) -> Metric:
+    tags = ("feed", *(("stream",) if stream else ()), *((tag,) if tag else ()))
+    kind: Literal["gauge", "counter"] = "counter" if name.endswith("_total") else "gauge"
+    return Metric(name=f"zephon_feed_{name}", kind=kind, unit=unit, description=description, tags=tags)
+
+
+FEED_METRICS: tuple[Metric, ...] = (
+    _metric("up_seconds", "seconds", "Since the feed was started or restarted.", stream=False),
+    _metric("cluster_nodes", "nodes", "Nodes of the cluster that are alive.", stream=False),
+    _metric("made_steps", "steps", "Newest step that was made."),
+    _metric("taken_steps", "steps", "Newest step that every rank has taken."),
+    _metric("ahead_steps", "steps", "Steps made and not taken by the slowest rank."),
+    _metric("kept_steps", "steps", "Steps that can be given again at once."),
+    _metric("kept_bytes", "bytes", "Bytes of the rows of these."),
+    _metric("ranks", "ranks", "Ranks that have called within the last minute."),
+    _metric("generation", "generation", "Number of the ranks' generation: one more whenever a new incarnation takes over."),
+    _metric("workers", "workers", "Units that can be in the making at a time."),
+    _metric("failed", "failed", "1 where an error ends the stream, else 0."),
+    _metric("pairs_total", "pairs", "Next-token pairs begun, of each source.", tag="source"),
+    _metric("waited_seconds_total", "seconds", "Seconds that the slowest rank has waited for steps."),
+    _metric("text_bytes_total", "bytes", "Bytes of text that were read and tokenised."),
+    _metric("units_total", "units", "Units that were read and tokenised."),
+    _metric("retried_units_total", "units", "Units asked for again because their worker died or hung."),
+    _metric("reopened_total", "reopened", "How often the making of steps was opened again after it failed."),
+    _metric("rewinds_total", "rewinds", "Rewinds: `hot` ones read nothing again, `cold` ones do.", tag="replay"),
+)
+"""Every metric of a feed. A test holds that each stands on the dashboard, and that the dashboard has no other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,12 +98,23 @@ def descendants() -> list[Process]:
     return [found[pid] for pid in sorted(families - {os.getpid()}) if pid in found]
 
 
+def born(pid: int) -> int | None:
+    """`Process.born` of a process; None where there is none of that number."""
+    with suppress(OSError, IndexError):
+        return int(_stat(Path("/proc") / str(pid))[19])
+    return None
+
+
+def _stat(process: Path) -> list[str]:
+    """Of `man 5 proc_pid_stat`, the fields behind the name, which may hold anything: state is the first of them."""
+    return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()
+
+
 def _processes() -> Iterator[Process]:
     ticks = os.sysconf("SC_CLK_TCK")
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, IndexError):  # it ended in the meantime
-            # Of `man 5 proc_pid_stat`, the fields behind the name, which may hold anything: state is the first of them.
-            fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            fields = _stat(entry)
             own, waited = (int(fields[i]) + int(fields[i + 1]) for i in (11, 13))
             yield Process(
                 pid=int(entry.name), parent=int(fields[1]), born=int(fields[19]), cpu_seconds=own / ticks, waited_seconds=waited / ticks

@@ -39,7 +39,7 @@ PUBLIC = [
     "load_recipe",
 ]
 
-NEED_RAY_OR_TORCH = ("zephon_ray.runners.ray", "zephon_ray.feed", "zephon_ray.training")
+NEED_RAY_OR_TORCH = ("zephon_ray.runners.ray", "zephon_ray.cli.feed", "zephon_ray.feed", "zephon_ray.training")
 
 # The preamble of a process in which importing ray, torch or torchtitan raises.
 REFUSING = """

@@ -50,6 +50,16 @@ Address = Annotated[
     ),
 ]
 
+ItsAddress = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="The Ray cluster that it lives on; by default that of RAY_ADDRESS.", show_default=False),
+]
+TokenFile = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="Holds a token: the feed takes only clients that present it too.", show_default=False),
+]
+FeedName = Annotated[str, typer.Argument(metavar="NAME", help="The name of a feed.", show_default=False)]
+
 
 @app.callback(invoke_without_command=True)
 def _root(
@@ -174,6 +184,64 @@ def verify(
     from zephon_ray.cli.verify import compare
 
     return compare(directory, steps, recipe, overrides, runner.value if runner else None, workers, address, as_json=json)
+
+
+@app.command(epilog="Example: zephon-ray serve recipe.yaml --name first --out s3://bucket/runs/first --address 10.0.0.1:6379 --detach")
+def serve(
+    recipe: RecipePath,
+    name: Annotated[str, typer.Option(metavar="NAME", help="What ranks find it by.", show_default=False)],
+    out: Annotated[
+        str, typer.Option(metavar="DIR", help="The run's directory (a path or URL); one that exists is continued.", show_default=False)
+    ],
+    validation: Annotated[
+        str | None,
+        typer.Option(metavar="RECIPE", help="What is validated on: a second stream, from its beginning each time.", show_default=False),
+    ] = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Leave it running on the cluster; `stop` ends it.")] = False,
+    local_out_ok: Annotated[
+        bool, typer.Option("--local-out-ok", help="DIR is a local path, but the same on all nodes of the cluster.")
+    ] = False,
+    token_file: TokenFile = None,
+    address: Address = None,
+    overrides: Overrides = [],  # noqa: B006
+    json: Json = False,
+) -> int:
+    """Start a feed: one stream for any number of ranks, which connect to it by its name. TERM and Ctrl-C stop it, and nothing is lost."""
+    from zephon_ray.cli import feed
+
+    wanted = feed.Wanted(
+        recipe=recipe, overrides=tuple(overrides), name=name, out=out, validation=validation, address=address, token_file=token_file,
+        local_out_ok=local_out_ok, detach=detach, as_json=json,
+    )  # fmt: skip
+    return feed.serve(wanted)
+
+
+@app.command(epilog="Example: zephon-ray stop first --address 10.0.0.1:6379")
+def stop(
+    name: FeedName,
+    force: Annotated[bool, typer.Option("--force", help="Also where ranks read it, and where it does not answer.")] = False,
+    token_file: TokenFile = None,
+    address: ItsAddress = None,
+    json: Json = False,
+) -> int:
+    """Stop a feed: it writes down what it has and ends. Its directory can be continued."""
+    from zephon_ray.cli import feed
+
+    return feed.stop(name, address, token_file, force=force, as_json=json)
+
+
+@app.command(epilog="Example: zephon-ray status first --address 10.0.0.1:6379")
+def status(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="A feed; without it all are listed.", show_default=False)] = None,
+    once: Annotated[bool, typer.Option("--once", help="Show it once, also on a terminal.")] = False,
+    token_file: TokenFile = None,
+    address: ItsAddress = None,
+    json: Json = False,
+) -> int:
+    """List the feeds of a cluster, or show one; on a terminal again and again until Ctrl-C."""
+    from zephon_ray.cli import feed
+
+    return feed.look(name, address, token_file, once=once, as_json=json)
 
 
 def run_command(arguments: Sequence[str]) -> int:
