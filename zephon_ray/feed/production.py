@@ -48,21 +48,6 @@ class ProducedStep:
     blocks: tuple[RowBlock, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProductionStats:
-    """What a production does.
-
-    Args:
-        units: what was done to make units.
-        lane_workers: how many there are.
-        steps_ahead: made by all of them, and not taken.
-    """
-
-    units: RunnerStats
-    lane_workers: int
-    steps_ahead: int
-
-
 class Production:
     """One stream of steps. Close it: it holds actors and threads. `next_step` is called from one thread, `close` from any.
 
@@ -226,12 +211,9 @@ class Production:
         self.state = step.state
         return ProducedStep(step=step, blocks=tuple(chain.from_iterable(step.rows for step in made)))
 
-    def stats(self) -> ProductionStats:
-        """What was done so far; from any thread."""
-        members = self._team.members
-        return ProductionStats(
-            units=self._runner.stats(), lane_workers=len(members), steps_ahead=min(len(member.made) for member in members)
-        )
+    def stats(self) -> RunnerStats:
+        """What was done so far to make units; from any thread."""
+        return self._runner.stats()
 
     def close(self) -> None:
         """End actors and threads; again does nothing. The rows that were made are gone with it."""

@@ -28,7 +28,7 @@ from zephon_ray.feed.protocol import NAMESPACE, Caller, FeedStatus, StreamName, 
 from zephon_ray.ledger import Recorded
 from zephon_ray.recipe import Recipe
 from zephon_ray.recipe_fields import is_url
-from zephon_ray.runners.base import Job, RunnerStats
+from zephon_ray.runners.base import Job
 from zephon_ray.runners.ray_cluster import Cluster, connect
 from zephon_ray.state import Identity, StreamState
 from zephon_ray.storage import is_local
@@ -282,13 +282,6 @@ def _observe(status: FeedStatus) -> None:
     _metrics().show(status)
 
 
-class _Made(Production):
-    """A production that counts units, as its feed asks."""
-
-    def stats(self) -> RunnerStats:  # type: ignore[override]
-        return super().stats().units
-
-
-def _open_production(job: Job, identity: Identity, state: StreamState | None, recorded: Recorded) -> _Made:
+def _open_production(job: Job, identity: Identity, state: StreamState | None, recorded: Recorded) -> Production:
     """In the feed's process."""
-    return _Made(job, state, recorded)
+    return Production(job, state, recorded)

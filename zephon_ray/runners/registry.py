@@ -19,18 +19,19 @@ def default_workers(recipe: Recipe) -> int:
 
 
 def idle_options(recipe: Recipe) -> list[str]:
-    """Fields of `execution` that are set and have no effect in this version, a sentence each."""
+    """Fields of `execution` that are set and have no effect on a stream in one process, a sentence each."""
     execution = recipe.execution
+    of_feeds = "it is a feed's, which `zephon-ray serve` starts"
     idle = [
-        name
-        for name, is_set in (
-            ("token_cache", execution.token_cache is not None),
-            ("hot_replay_bytes", execution.hot_replay_bytes is not None),
-            ("lane_workers", execution.lane_workers != 1),
+        (name, why)
+        for name, is_set, why in (
+            ("token_cache", execution.token_cache is not None, "there is no token cache yet"),
+            ("hot_replay_bytes", execution.hot_replay_bytes is not None, of_feeds),
+            ("lane_workers", execution.lane_workers != 1, of_feeds),
         )
         if is_set
     ]
-    return [f"execution.{name} has no effect in this version: what it sets arrives with the feed. No batch depends on it" for name in idle]
+    return [f"execution.{name} has no effect here: {why}. No batch depends on it" for name, why in idle]
 
 
 def make_runner(name: str, recipe: Recipe, *, workers: int | None = None, address: str | None = None) -> Runner:
