@@ -23,7 +23,11 @@ def ray_session() -> Iterator[None]:
 
 
 def group(items: list[pytest.Item]) -> None:
-    """One process runs all that ask for the cluster, so that one is enough (`--dist loadgroup`)."""
+    """One process runs all that ask for the cluster, so that one is enough (`--dist loadgroup`).
+
+    Tests that look at all threads and children of their process are a group too. Groups, being the largest, are dealt out first,
+    so that they meet no cluster.
+    """
     for item in items:
         if NAME in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("ray"))

@@ -20,6 +20,8 @@ from zephon_ray.loader import Loader
 from zephon_ray.recipe import Recipe, recipe_from_dict
 from zephon_ray.stream import Stream
 
+pytestmark = pytest.mark.xdist_group("processes")  # it looks at all threads and children of this process: no cluster
+
 TWO = {"a": {"weight": 0.7}, "b": {"weight": 0.3}}
 
 

@@ -40,6 +40,8 @@ from zephon_ray.runners.local import InlineRunner, ProcessesRunner, ThreadsRunne
 from zephon_ray.stages.tokenise import UnitTokeniser  # noqa: E402
 from zephon_ray.stages.unit import TokenisedUnit  # noqa: E402
 
+pytestmark = pytest.mark.xdist_group("processes")  # it looks at all threads and children of this process: no cluster
+
 __all__ = ["mixed_job"]
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)

@@ -24,6 +24,8 @@ from zephon_ray.runs import produce, verify
 from zephon_ray.storage import Storage
 from zephon_ray.telemetry import descendants
 
+pytestmark = pytest.mark.xdist_group("processes")  # it looks at all threads and children of this process: no cluster
+
 TWO = {"a": {"weight": 0.7}, "b": {"weight": 0.3}}
 
 

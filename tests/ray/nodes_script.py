@@ -45,8 +45,8 @@ class Nodes:
         ray.init(address=self._cluster.address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
         self._there: list[Any] = []
 
-    def add(self, cpus: int) -> Any:
-        node = self._cluster.add_node(num_cpus=cpus, object_store_memory=STORE_BYTES)
+    def add(self, cpus: int, **more: Any) -> Any:
+        node = self._cluster.add_node(num_cpus=cpus, object_store_memory=STORE_BYTES, **more)
         self._there.append(node)
         return node
 
@@ -131,6 +131,30 @@ class Scenarios:
         self._nodes.add(1)
         self._nodes.add(1)
         return self._after(lambda: None)
+
+    def placed(self) -> dict[str, Any]:
+        """Workers go where resources and labels send them, and take what they say."""
+        plain = self._nodes.add(2)
+        labelled = self._nodes.add(2, labels={"pool": "data"})
+        resourced = self._nodes.add(2, resources={"slot": 1}, labels={"pool": "data"})
+        found: dict[str, Any] = {}
+        for name, spec in (
+            ("labels", WorkersSpec(min=1, max=4, labels={"pool": "data"}, num_cpus=2)),
+            ("resources", WorkersSpec(min=1, max=4, resources={"slot": 1}, labels={"pool": "data"})),
+        ):
+            with Taker(with_execution(self._light, workers=spec)) as taker:
+                workers = taker.workers()
+                used = [len(at_work(node)) for node in (plain, labelled, resourced)]
+                taker.stop_after(AT)
+                taker.go_on()
+                taker.join()
+            found[name] = {
+                "used": used,
+                "workers": workers,
+                "same": taker.got == chains_of(self._light, len(taker.got)),
+                "error": taker.error,
+            }
+        return found
 
     def killed_with_room_left(self) -> dict[str, Any]:
         one, other = self._nodes.add(1), self._nodes.add(1)

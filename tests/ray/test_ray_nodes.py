@@ -70,6 +70,14 @@ def answer(process: subprocess.Popen[bytes], limit_s: float, notes: Path) -> dic
     return found
 
 
+def test_workers_go_where_resources_and_labels_send_them(scenario: Scenario) -> None:
+    found = scenario("placed")
+    for name, used in (("labels", [0, 1, 1]), ("resources", [0, 0, 1])):
+        assert (found[name]["same"], found[name]["error"]) == (True, ""), found
+        assert found[name]["used"] == used, found
+        assert found[name]["workers"] == sum(used), found
+
+
 def test_a_node_killed_with_room_left_elsewhere_changes_nothing(scenario: Scenario) -> None:
     found = scenario("killed_with_room_left")
     assert (found["same"], found["error"]) == (True, ""), found
