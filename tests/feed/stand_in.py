@@ -109,8 +109,4 @@ def open_whole(job: Job, identity: Identity, state: StreamState | None, recorded
     """The real one: lane workers and units made by Ray Data."""
     from zephon_ray.feed.production import Production
 
-    class Whole(Production):
-        def stats(self) -> RunnerStats:  # type: ignore[override]
-            return super().stats().units
-
-    return Whole(job, state, recorded)
+    return Production(job, state, recorded)

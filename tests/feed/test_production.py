@@ -170,6 +170,7 @@ def take_all(production: Production) -> None:
 
 
 @pytest.mark.fault
+@pytest.mark.long
 def test_a_lane_worker_that_hangs_is_an_error_within_the_limit_and_close_does_not_wait_for_it(tmp_path: Path) -> None:
     job, _ = prepare(many_units(tmp_path, files=2, units=8, words=400, execution={"stall_seconds": 2}))
     production = Production(job)
@@ -211,6 +212,7 @@ def bytes_got() -> Iterator[list[int]]:
 KEPT_BESIDE_READ = [("s", "s", 1), ("kept", "s/00.jsonl.gz", 5)]
 
 
+@pytest.mark.long
 def test_no_token_comes_into_the_process_that_orders_lanes_and_dropped_rows_are_given_back(tmp_path: Path) -> None:
     shape = {"sequence_length": 8192, "global_batch_size": 16, "lanes": 4}
     recipe = many_units(tmp_path, files=4, units=6, words=4000, execution={"prefetch_steps": 2, "lane_workers": 2}, **shape)
