@@ -71,7 +71,7 @@ class _Core:
         self._most, self._most_until = workers.max, 0.0
         self._warned = False
         self._error: Exception | None = None
-        self._closed = self._left = False
+        self._closed = False
         self._pid = os.getpid()
         self._job_ref = ray.put(job)
         self._mailboxes = [self._new_mailbox()]
@@ -228,7 +228,7 @@ class _Core:
             if self._deaths and now < self._opened + min(5.0, 0.1 * 2**self._deaths):
                 return  # processes that die at once are not started again at once
             self._deaths += broken is not None
-        self._reopen(why, force=broken is not None or why is not NARROW)
+        self._reopen(why, force=why is not NARROW)
 
     def _what_is_wrong(self, now: float, broken: Wave | None) -> str | None:
         """Why the execution must be opened again; None if it need not. Raises where that has been tried enough."""
@@ -341,13 +341,12 @@ class _Core:
         if self._pid != os.getpid():
             return
         with self._changed:
-            if self._left:
+            if self._closed:
                 return
-            self._closed = self._left = True
+            self._closed = True
             self._results.clear()
             self._changed.notify_all()
-        for mailbox in self._mailboxes[-1:]:
-            mailbox.close.remote()
+        self._mailboxes[-1].close.remote()
         if self._supervisor.ident is not None:
             self._supervisor.join(CLOSE_S)
         end = time.monotonic() + CLOSE_S
