@@ -9,6 +9,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -145,15 +146,14 @@ def test_the_digests_are_those_of_the_rows_of_the_ranks(corpus: Corpus, monkeypa
 
 def test_the_kill_is_a_kill(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[int, int]] = []
-    kill = story_module.os.kill
 
     def watched(pid: int, number: int) -> None:
-        if number:  # 0 asks whether a process is there
-            assert psutil.Process(pid).ppid() == story_module.os.getpid()
-            sent.append((pid, number))
-        kill(pid, number)
+        assert psutil.Process(pid).ppid() == os.getpid()
+        sent.append((pid, number))
+        os.kill(pid, number)
 
-    monkeypatch.setattr(story_module.os, "kill", watched)
+    # The story's own kills alone: a runner that closes also kills workers that do not end by themselves.
+    monkeypatch.setattr(story_module, "os", SimpleNamespace(kill=watched))
     told = tell(load_recipe(corpus.recipe), steps=6, runner="threads")
     assert [number for _, number in sent] == [signal.SIGKILL]
     assert told.variants[1].killed is not None
@@ -166,15 +166,14 @@ def test_the_story_on_ray_is_the_same_with_a_worker_killed_at_work(
     corpus: Corpus, story: Story, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     killed: list[str] = []
-    kill = os.kill
 
     def watched(pid: int, number: int) -> None:
-        if number == signal.SIGKILL:
-            killed.append(" ".join(psutil.Process(pid).cmdline()))
-            assert psutil.Process() in psutil.Process(pid).parents()
-        kill(pid, number)
+        assert number == signal.SIGKILL
+        assert psutil.Process() in psutil.Process(pid).parents()
+        killed.append(" ".join(psutil.Process(pid).cmdline()))
+        os.kill(pid, number)
 
-    monkeypatch.setattr(story_module.os, "kill", watched)
+    monkeypatch.setattr(story_module, "os", SimpleNamespace(kill=watched))
     told = tell(load_recipe(corpus.recipe), steps=STEPS, runner="ray")
     assert told.differing == []
     assert told.variants[0].digests == story.variants[0].digests
