@@ -98,25 +98,23 @@ def _allow_timeouts() -> None:
 def _use_dense_attention() -> None:
     """FlexAttention has no backward on the CPU: its mask, written out, is given to the attention that has one."""
     import torch
-    from torch.nn.attention.flex_attention import create_block_mask
+    from torch.nn.attention.flex_attention import BlockMask
     from torchtitan.models.common import attention
 
-    def dense(query: Any, key: Any, value: Any, *, block_mask: Any, scale: Any, enable_gqa: bool, **_: Any) -> tuple[Any, Any]:
-        mask = _dense_mask(block_mask, query, key)
-        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
-        return out, types.SimpleNamespace(lse=None)
+    class DenseMask(BlockMask):  # type: ignore[misc]
+        """A mask that is written out: `seen`, bool [rows, 1, queries, keys]."""
 
-    attention.FlexAttention.compiled_flex_attn = staticmethod(dense)
-    attention._compiled_create_block_mask = create_block_mask  # compiling it takes longer than the whole proof
+        def __init__(self, mask_mod: Callable[..., Any], rows: int, _heads: None, queries: int, keys: int, **_: Any) -> None:
+            row, query, key = (torch.arange(count) for count in (rows, queries, keys))
+            seen = mask_mod(row[:, None, None, None], torch.tensor(0), query[:, None], key)
+            self.seen = seen.expand(rows, 1, queries, keys)
 
+    def attend(query: Any, key: Any, value: Any, *, block_mask: DenseMask, scale: Any, enable_gqa: bool, **_: Any) -> tuple[Any, None]:
+        attended = torch.nn.functional.scaled_dot_product_attention
+        return attended(query, key, value, attn_mask=block_mask.seen, scale=scale, enable_gqa=enable_gqa), None
 
-def _dense_mask(block_mask: Any, query: Any, key: Any) -> Any:
-    """bool [rows, 1, queries, keys], made once for all layers of a micro-batch."""
-    from torch.nn.attention.flex_attention import create_mask
-
-    if not hasattr(block_mask, "dense"):
-        block_mask.dense = create_mask(block_mask.mask_mod, query.shape[0], 1, query.shape[-2], key.shape[-2], device="cpu")
-    return block_mask.dense
+    attention.FlexAttention.compiled_flex_attn = staticmethod(attend)
+    attention._compiled_create_block_mask = DenseMask
 
 
 def _sum_gradients() -> None:
