@@ -57,6 +57,7 @@ class Job:
         skip_data_state: leave the loader's state in the checkpoint unread: data starts anew.
         save_while_training: write checkpoints beside the steps that follow.
         source: of rows.
+        texts: JSON lines with the field `text`, for the source "stock".
         feed: name of the feed, for the source "feed".
         address: of its cluster.
         killed_at: the last rank kills itself in the midst of this step, in the first attempt.
@@ -80,6 +81,7 @@ class Job:
     skip_data_state: bool = False
     save_while_training: bool = False
     source: Source = "threads"
+    texts: Path | None = None
     feed: str | None = None
     address: str | None = None
     killed_at: int | None = None

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from zephon_ray.training.elastic_proof.jobs import Job
+from zephon_ray.training.elastic_proof.loaders import loader_config
 from zephon_ray.training.elastic_proof.trainer import LIMIT_S, RecordingTrainer, trainer_config
 
 
@@ -23,6 +24,7 @@ def run_rank(job: Job, rank: int, ports: Any) -> None:
         ports: a queue: the first rank tells the others where the store for their rendezvous is.
     """
     _redirect(job.log(rank))
+    init_logger()
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job.mesh.ranks), "LOCAL_WORLD_SIZE": str(job.mesh.ranks),
         "TORCHELASTIC_RUN_ID": f"proof-{os.getppid()}-{job.name}", "TORCHELASTIC_RESTART_COUNT": str(job.attempt),
@@ -31,7 +33,7 @@ def run_rank(job: Job, rank: int, ports: Any) -> None:
     torch.autograd.set_multithreading_enabled(False)
     store = _store(job.mesh.ranks, rank, ports)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=job.mesh.ranks, timeout=timedelta(seconds=LIMIT_S))
-    trainer = trainer_config(job, _dataloader(job)).build()
+    trainer = trainer_config(job, loader_config(job)).build()
     assert isinstance(trainer, RecordingTrainer)
     trainer.watch(job, rank)
     try:
@@ -62,10 +64,3 @@ def _store(ranks: int, rank: int, ports: Any) -> torch.distributed.TCPStore:
             ports.put(store.port)
         return store
     return torch.distributed.TCPStore("127.0.0.1", ports.get(timeout=LIMIT_S), is_master=False, timeout=wait)
-
-
-def _dataloader(job: Job) -> Any:
-    from torchtitan.hf_datasets.text_datasets import DATASETS, DatasetConfig, HuggingFaceTextDataLoader
-    from datasets import load_dataset
-    DATASETS["c4_test"] = DatasetConfig(path="", loader=lambda path: load_dataset("json", data_files=path, split="train"), sample_processor=lambda s: s["text"])
-    return HuggingFaceTextDataLoader.Config(dataset="c4_test", dataset_path=str(job.recipe.parent / "web" / "*.jsonl"))
