@@ -12,7 +12,7 @@ import torch
 
 from zephon_ray.training.elastic_proof.jobs import Job
 from zephon_ray.training.elastic_proof.loaders import loader_config
-from zephon_ray.training.elastic_proof.trainer import LIMIT_S, RecordingTrainer, trainer_config
+from zephon_ray.training.elastic_proof.trainer import LIMIT_S, RecordingTrainer, init_logger, trainer_config
 
 
 def run_rank(job: Job, rank: int, ports: Any) -> None:
@@ -27,10 +27,10 @@ def run_rank(job: Job, rank: int, ports: Any) -> None:
     init_logger()
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job.mesh.ranks), "LOCAL_WORLD_SIZE": str(job.mesh.ranks),
-        "TORCHELASTIC_RUN_ID": f"proof-{os.getppid()}-{job.name}", "TORCHELASTIC_RESTART_COUNT": str(job.attempt),
+        "TORCHELASTIC_RUN_ID": f"{job.folder.parent.name}-{job.name}", "TORCHELASTIC_RESTART_COUNT": str(job.attempt),
     }  # fmt: skip
     torch.set_num_threads(1)
-    torch.autograd.set_multithreading_enabled(False)
+    torch.autograd.set_multithreading_enabled(False)  # as TorchTitan does where it starts torch.distributed
     store = _store(job.mesh.ranks, rank, ports)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=job.mesh.ranks, timeout=timedelta(seconds=LIMIT_S))
     trainer = trainer_config(job, loader_config(job)).build()
@@ -55,7 +55,7 @@ def _redirect(log: Path) -> None:
     os.close(descriptor)
 
 
-def _store(ranks: int, rank: int, ports: Any) -> torch.distributed.TCPStore:
+def _store(ranks: int, rank: int, ports: Any) -> Any:
     """The store of the rendezvous, at a port that the system chose: two jobs at a time never meet."""
     wait = timedelta(seconds=LIMIT_S)
     if rank == 0:

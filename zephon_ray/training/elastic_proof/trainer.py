@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
 from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw  # noqa: E402
 from torchtitan.config import CommConfig, DebugConfig, ParallelismConfig, TrainingConfig  # noqa: E402
+from torchtitan.tools.logging import init_logger, logger  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
 LIMIT_S = 120
@@ -83,6 +85,7 @@ class RecordingTrainer(Trainer):
     def close(self) -> None:
         super().close()
         self._record.close()
+        logger.info("this rank took %.2f s of CPU time", time.process_time())
 
 
 def digests_of(inputs_bT: Any, labels_bT: Any, positions_bT: Any) -> list[bytes]:
@@ -114,7 +117,7 @@ def trainer_config(job: Job, dataloader: Any) -> Any:
         dump_folder=str(job.folder),
         dataloader=dataloader,
         loss=CrossEntropyLoss.Config(global_vocab_size=job.vocabulary),
-        optimizer=default_adamw(lr=job.learning_rate, implementation="foreach"),
+        optimizer=default_adamw(lr=job.learning_rate),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=0, decay_ratio=0.0),
         training=TrainingConfig(
             local_batch_size=job.local_batch_size, global_batch_size=size, seq_len=job.sequence_length, steps=job.steps,
