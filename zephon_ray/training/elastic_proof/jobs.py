@@ -15,7 +15,7 @@ class Mesh:
     """How ranks are laid out.
 
     Args:
-        replicate: copies of the model (HSDP where `shard` is more than 1 too).
+        replicate: copies of the model (DDP; HSDP where `shard` is more than 1 too).
         shard: ranks that a copy is spread over (FSDP).
         tensor: ranks that share a data-parallel rank, each with a part of every layer (TP).
     """
@@ -33,8 +33,8 @@ class Mesh:
         return self.dp_size * self.tensor
 
     def __str__(self) -> str:
-        parts = [f"FSDP {self.shard}"] if self.replicate == 1 else [f"HSDP {self.replicate}×{self.shard}"]
-        return " · ".join(parts + ([f"TP {self.tensor}"] if self.tensor > 1 else []))
+        data = f"FSDP {self.shard}" if self.replicate == 1 else f"DDP {self.replicate}" if self.shard == 1 else f"HSDP {self.replicate}×{self.shard}"
+        return data if self.tensor == 1 else f"{data} · TP {self.tensor}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

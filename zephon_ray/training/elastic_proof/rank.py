@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from datetime import timedelta
@@ -23,6 +24,7 @@ def run_rank(job: Job, rank: int, ports: Any) -> None:
         rank: of `job.mesh.ranks`.
         ports: a queue: the first rank tells the others where the store for their rendezvous is.
     """
+    gc.freeze()  # what the parent imported: TorchTitan collects often, and would copy all of it into this process
     _redirect(job.log(rank))
     init_logger()
     os.environ |= {
