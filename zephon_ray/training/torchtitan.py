@@ -82,10 +82,8 @@ class ZephonRayDataLoader(BaseDataLoader):  # type: ignore[misc]
         """"validation" for a validator's loader: from its beginning each time it is built."""
 
         runner: RunnerName | None = None
-        """In this process, instead of a shared feed. With several ranks each repeats all work."""
-
-        workers: int | None = None
-        """Of that runner, at most."""
+        """"threads", "processes" or "inline" in every rank instead of a shared feed: each rank repeats all work. "ray" is a shared feed
+        too, and for a single rank Ray in its process."""
 
         out: str | None = None
         """Run directory of the feed that the ranks of a host share; by default one below outputs/zephon_ray."""
@@ -192,7 +190,7 @@ def _options_of(config: ZephonRayDataLoader.Config) -> SourceOptions:
         )
     options = SourceOptions(
         recipe=None if config.recipe is None else load_recipe(config.recipe),
-        feed=config.feed, address=config.address, stream=config.stream, runner=config.runner, workers=config.workers, out=config.out,
+        feed=config.feed, address=config.address, stream=config.stream, runner=config.runner, out=config.out,
         incarnation=config.incarnation, takeover=config.takeover, token_file=config.token_file,
         allow_duplicate_work=config.allow_duplicate_work,
     )  # fmt: skip
