@@ -33,6 +33,7 @@ def _ranks(monkeypatch: pytest.MonkeyPatch, world: int, local: int) -> None:
         ({"address": "head:6379", "takeover": True}, r"address='head:6379', takeover=True: there is no feed"),
         ({"runner": "threads", "out": "runs/a"}, r"out='runs/a': runner='threads' shares nothing"),
         ({"allow_duplicate_work": True}, "there is no runner in every rank"),
+        ({"runner": "ray", "workers": 2}, "workers=2: there is no runner in every rank"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(recipe: Recipe, options: dict[str, Any], told: str) -> None:

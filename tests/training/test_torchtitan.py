@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import pickle
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import zephon_ray.training
 from tests.training.loops import LENGTH, TrainersTokenizer, corpus, digests_of, folded, held_out, row_digests
 from zephon_ray.errors import RecipeError, StateError, UserError
 from zephon_ray.loader import STATE_KEY, Loader
@@ -21,6 +23,7 @@ from zephon_ray.loader import STATE_KEY, Loader
 torch = pytest.importorskip("torch")
 pytest.importorskip("torchtitan")
 import torch.distributed as dist  # noqa: E402
+import tyro  # noqa: E402
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader  # noqa: E402
 from torchtitan.components.checkpoint import CheckpointManager  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
@@ -111,6 +114,21 @@ def test_no_field_of_ours_has_the_name_of_an_argument_that_a_trainer_builds_with
     assert not arguments & set(ZephonRayDataLoader.Config.__dataclass_fields__)
 
 
+def test_every_field_can_be_set_on_the_command_line() -> None:
+    words = [
+        "--recipe", "a.yaml", "--stream", "validation", "--runner", "processes", "--workers", "2", "--infinite", "--allow-duplicate-work"
+    ]  # fmt: skip
+    parsed = tyro.cli(ZephonRayDataLoader.Config, args=words, default=ZephonRayDataLoader.Config(out="runs/a"))
+    assert parsed == ZephonRayDataLoader.Config(
+        recipe="a.yaml", stream="validation", runner="processes", workers=2, infinite=True, allow_duplicate_work=True, out="runs/a"
+    )
+    words = ["--feed", "first", "--address", "head:6379", "--incarnation", "run:1", "--takeover", "--token-file", "token", "--repeat"]
+    parsed = tyro.cli(ZephonRayDataLoader.Config, args=words, default=ZephonRayDataLoader.Config())
+    assert parsed == ZephonRayDataLoader.Config(
+        feed="first", address="head:6379", incarnation="run:1", takeover=True, token_file="token", repeat=True
+    )
+
+
 def test_options_of_another_loader_and_a_validators_on_the_training_stream_are_refused(folder: Path) -> None:
     with pytest.raises(UserError, match=r"dataloader\.dataset='c4' is TorchTitan's own"):
         build(folder, dataset="c4")
@@ -121,9 +139,9 @@ def test_options_of_another_loader_and_a_validators_on_the_training_stream_are_r
 def test_importing_the_package_registers_the_override_where_torchtitan_is_looking_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = sys.modules["torchtitan.config.override"]  # the package has a function of that name
     monkeypatch.setattr(registry, "_REGISTRY", {})
-    for name in [name for name in sys.modules if name.startswith("zephon_ray.training")]:
-        monkeypatch.delitem(sys.modules, name)
-    assert registry._resolve_target("zephon_ray.training.torchtitan") == ("zephon_ray.training", "torchtitan")
+    monkeypatch.setattr(zephon_ray.training, "torchtitan", None)
+    monkeypatch.delitem(sys.modules, "zephon_ray.training.torchtitan")
+    importlib.reload(zephon_ray.training)
     assert registry._REGISTRY.keys() == {"zephon_ray.training.torchtitan", "zephon_ray.training.torchtitan.validation"}
 
 

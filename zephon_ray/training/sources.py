@@ -44,6 +44,7 @@ class SourceOptions:
         address: "host:port" of its cluster's head; None for RAY_ADDRESS.
         runner: without a feed: "threads", "processes" or "inline" in this process, whatever number of ranks does the same; "ray" or
             None for a feed that the ranks of this host share, and for a single rank in its process, on Ray or (None) threads.
+        workers: of "threads" or "processes" in this process; None for as many as the recipe allows and the machine has.
         out: run directory of a feed that the ranks of this host share; None for one below `OUT`. A single rank writes none.
         stream: of the feed.
         incarnation: "RUN_ID:COUNT"; None for that of torchrun.
@@ -56,6 +57,7 @@ class SourceOptions:
     feed: str | None = None
     address: str | None = None
     runner: RunnerName | None = None
+    workers: int | None = None
     out: str | None = None
     stream: StreamName = "train"
     incarnation: str | None = None
@@ -73,13 +75,13 @@ def check(options: SourceOptions) -> None:
     if options.recipe is None and options.feed is None:
         raise UserError("neither recipe nor feed is given. Give the path of a recipe, or the name of a feed that is served")
     if options.feed is not None:
-        _refuse(options, f"feed={options.feed!r} is read", "runner", "out", "allow_duplicate_work")
+        _refuse(options, f"feed={options.feed!r} is read", "runner", "workers", "out", "allow_duplicate_work")
     else:
         _refuse(options, "there is no feed", "address", "takeover", "token_file", "incarnation")
     if options.runner in _HERE:
         _refuse(options, f"runner={options.runner!r} shares nothing", "out")
     else:
-        _refuse(options, "there is no runner in every rank", "allow_duplicate_work")
+        _refuse(options, "there is no runner in every rank", "workers", "allow_duplicate_work")
 
 
 def open_loader(options: SourceOptions, dp_rank: int, dp_world_size: int, state: bytes | None) -> RankLoader:
@@ -104,7 +106,9 @@ def open_loader(options: SourceOptions, dp_rank: int, dp_world_size: int, state:
         host = _host_feed(recipe, options.out or default_out(recipe))
         return _of_feed(options, host.name, host.address, "train", dp_rank, dp_world_size, state)
     _check_duplicates(options, dp_world_size)
-    return Loader(recipe, runner=options.runner or "threads", dp_rank=dp_rank, dp_world_size=dp_world_size, state=state)
+    return Loader(
+        recipe, runner=options.runner or "threads", workers=options.workers, dp_rank=dp_rank, dp_world_size=dp_world_size, state=state
+    )  # fmt: skip
 
 
 def check_same_recipe(ours: Recipe, served: Recipe, feed: str) -> None:

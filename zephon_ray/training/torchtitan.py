@@ -85,6 +85,9 @@ class ZephonRayDataLoader(BaseDataLoader):  # type: ignore[misc]
         """"threads", "processes" or "inline" in every rank instead of a shared feed: each rank repeats all work. "ray" is a shared feed
         too, and for a single rank Ray in its process."""
 
+        workers: int | None = None
+        """Of "threads" or "processes", at most."""
+
         out: str | None = None
         """Run directory of the feed that the ranks of a host share; by default one below outputs/zephon_ray."""
 
@@ -190,7 +193,7 @@ def _options_of(config: ZephonRayDataLoader.Config) -> SourceOptions:
         )
     options = SourceOptions(
         recipe=None if config.recipe is None else load_recipe(config.recipe),
-        feed=config.feed, address=config.address, stream=config.stream, runner=config.runner, out=config.out,
+        feed=config.feed, address=config.address, stream=config.stream, runner=config.runner, workers=config.workers, out=config.out,
         incarnation=config.incarnation, takeover=config.takeover, token_file=config.token_file,
         allow_duplicate_work=config.allow_duplicate_work,
     )  # fmt: skip
