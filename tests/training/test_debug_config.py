@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -43,16 +44,21 @@ def test_the_shipped_configuration_fits_its_recipe_and_takes_changes_from_the_co
     from torchtitan.config import ConfigManager
     from torchtitan.config.override import apply_overrides
 
-    words = ["--module", "recipes.torchtitan_debug", "--config", "debug", "--dataloader.runner", "threads"]
-    words += ["--override.imports", 'zephon_ray.training.torchtitan.validation={"recipe": "held_out.yaml"}']
+    words = ["--module", "recipes.torchtitan_debug", "--config", "debug", "--dataloader.runner", "ray"]
+    words += ["--validator.enable", "--validator.steps", "-1", "--checkpoint.exclude_from_loading", "dataloader"]
+    words += ["--checkpoint.enable", "--checkpoint.no_last_save_model_only", "--override.imports"]
+    words += ['zephon_ray.training.torchtitan={"out": "runs/a"}', 'zephon_ray.training.torchtitan.validation={"recipe": "held_out.yaml"}']
     config = ConfigManager().parse_args(words)
     apply_overrides(config.override, config)
+    assert config.checkpoint.exclude_from_loading == ["dataloader"]
+    assert not config.checkpoint.last_save_model_only
+    assert config.dataloader.out == "runs/a"
     assert (config.training.seq_len, config.training.global_batch_size) == (64, 8)
-    assert (config.dataloader.recipe, config.dataloader.runner, config.dataloader.stream) == (".demo/recipe.yaml", "threads", "train")
+    assert (config.dataloader.recipe, config.dataloader.runner, config.dataloader.stream) == (".demo/recipe.yaml", "ray", "train")
     assert (config.validator.dataloader.recipe, config.validator.dataloader.stream) == ("held_out.yaml", "validation")
     assert config.model_spec.model.vocab_size == config.loss.global_vocab_size == config.model_spec.model.lm_head.out_features
     tokenizer = config.tokenizer.build(tokenizer_path=config.hf_assets_path)
-    loader = config.dataloader.build(
+    loader = replace(config.dataloader, runner="inline", out=None).build(
         dp_world_size=2, dp_rank=1, tokenizer=tokenizer, seq_len=config.training.seq_len, local_batch_size=config.training.local_batch_size
     )
     values, labels = next(iter(loader))
