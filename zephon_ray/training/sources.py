@@ -27,6 +27,9 @@ _log = logging.getLogger(__name__)
 RunnerName = Literal["threads", "processes", "inline", "ray"]
 StreamName = Literal["train", "validation"]
 
+_HERE = ("threads", "processes", "inline")
+"""Runners that every rank may have in its own process."""
+
 OUT = "outputs/zephon_ray"
 """Below the folder that the trainer was started in: run directories of feeds that the ranks of a host share."""
 
@@ -38,15 +41,16 @@ class SourceOptions:
     Args:
         recipe: of the stream; None for that of the feed.
         feed: name of a feed that is served; None for none.
-        address: "host:port" of its cluster's head; None for RAY_ADDRESS. Without a feed, of the cluster that the runner "ray" works on.
-        runner: in this process; None to choose.
-        workers: of the runner in this process; None for as many as the recipe allows and the machine has.
-        out: run directory of a feed that the ranks of this host share; None for one below `OUT`.
+        address: "host:port" of its cluster's head; None for RAY_ADDRESS.
+        runner: without a feed: "threads", "processes" or "inline" in this process, whatever number of ranks does the same; "ray" or
+            None for a feed that the ranks of this host share, and for a single rank in its process, on Ray or (None) threads.
+        workers: of "threads" or "processes" in this process; None for as many as the recipe allows and the machine has.
+        out: run directory of a feed that the ranks of this host share; None for one below `OUT`. A single rank writes none.
         stream: of the feed.
         incarnation: "RUN_ID:COUNT"; None for that of torchrun.
         takeover: push out the ranks of another run.
         token_file: of the feed's token.
-        allow_duplicate_work: a runner in every rank, on several hosts.
+        allow_duplicate_work: a runner in every rank may be on several hosts.
     """
 
     recipe: Recipe | None
@@ -71,14 +75,13 @@ def check(options: SourceOptions) -> None:
     if options.recipe is None and options.feed is None:
         raise UserError("neither recipe nor feed is given. Give the path of a recipe, or the name of a feed that is served")
     if options.feed is not None:
-        _refuse(options, f"feed={options.feed!r} has its own", "runner", "workers", "out", "allow_duplicate_work")
+        _refuse(options, f"feed={options.feed!r} is read", "runner", "workers", "out", "allow_duplicate_work")
     else:
-        _refuse(options, "there is no feed", "takeover", "token_file", "incarnation")
-        if options.address is not None and options.runner != "ray":
-            raise UserError(
-                f"address={options.address} names a Ray cluster, and neither feed nor runner='ray' is given. Give the name of a feed on"
-                " it (`zephon-ray serve`), or leave the address out"
-            )
+        _refuse(options, "there is no feed", "address", "takeover", "token_file", "incarnation")
+    if options.runner in _HERE:
+        _refuse(options, f"runner={options.runner!r} shares nothing", "out")
+    else:
+        _refuse(options, "there is no runner in every rank", "workers", "allow_duplicate_work")
 
 
 def open_loader(options: SourceOptions, dp_rank: int, dp_world_size: int, state: bytes | None) -> RankLoader:
@@ -98,14 +101,13 @@ def open_loader(options: SourceOptions, dp_rank: int, dp_world_size: int, state:
         return _of_feed(options, options.feed, options.address, options.stream, dp_rank, dp_world_size, state)
     recipe = options.recipe
     assert recipe is not None
-    shared = dp_world_size > 1 and options.runner in (None, "ray")
-    if shared:
+    if dp_world_size > 1 and options.runner not in _HERE:
+        _check_one_host()
         host = _host_feed(recipe, options.out or default_out(recipe))
         return _of_feed(options, host.name, host.address, "train", dp_rank, dp_world_size, state)
     _check_duplicates(options, dp_world_size)
     return Loader(
-        recipe, runner=options.runner or "threads", workers=options.workers, address=options.address,
-        dp_rank=dp_rank, dp_world_size=dp_world_size, state=state,
+        recipe, runner=options.runner or "threads", workers=options.workers, dp_rank=dp_rank, dp_world_size=dp_world_size, state=state
     )  # fmt: skip
 
 
@@ -154,6 +156,15 @@ def _of_feed(
     return feed
 
 
+def _check_one_host() -> None:
+    processes, nodes = hosts()
+    if nodes > 1:
+        raise UserError(
+            f"{processes} ranks are on {nodes} hosts, and only those of one host can share a feed without a cluster. Start a Ray cluster"
+            " with all of them, `zephon-ray serve` on it, and give the feed's name and the cluster's address"
+        )
+
+
 def _check_duplicates(options: SourceOptions, dp_world_size: int) -> None:
     processes, nodes = hosts()
     ranks = max(processes, dp_world_size)
@@ -173,10 +184,10 @@ _host_feeds: dict[tuple[str, str], HostFeed] = {}
 
 
 def _host_feed(recipe: Recipe, out: str) -> HostFeed:
+    name = _host_feed_name(recipe)
     from zephon_ray.feed.host import HostFeed
     from zephon_ray.feed.service import Order
 
-    name = _host_feed_name(recipe)
     if (name, out) not in _host_feeds:
         if not _host_feeds:
             atexit.register(close_host_feeds)

@@ -82,10 +82,11 @@ class ZephonRayDataLoader(BaseDataLoader):  # type: ignore[misc]
         """"validation" for a validator's loader: from its beginning each time it is built."""
 
         runner: RunnerName | None = None
-        """In this process, instead of a shared feed. With several ranks each repeats all work."""
+        """"threads", "processes" or "inline" in every rank instead of a shared feed: each rank repeats all work. "ray" is a shared feed
+        too, and for a single rank Ray in its process."""
 
         workers: int | None = None
-        """Of that runner, at most."""
+        """Of "threads" or "processes", at most."""
 
         out: str | None = None
         """Run directory of the feed that the ranks of a host share; by default one below outputs/zephon_ray."""
