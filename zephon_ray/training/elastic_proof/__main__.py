@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m zephon_ray.training.elastic_proof",
         description="Train with TorchTitan on CPU ranks, resume one checkpoint in many ways, and compare every row and loss.",
     )
-    parser.add_argument("--short", action="store_true", help="leave out the cases that take a Ray cluster")
+    parser.add_argument("--short", action="store_true", help="what a test runs: without Ray, on a shorter chain")
     parser.add_argument("--recipe", type=Path, help="the recipe to prove it on; by default a small corpus is made")
     parser.add_argument("--sizes", type=_sizes, metavar="1,2,4,8", help="numbers of data-parallel ranks to resume on")
     parser.add_argument("--chain", type=_sizes, metavar="4,2,8,1", help="numbers of ranks, one after the other, saved at odd steps")

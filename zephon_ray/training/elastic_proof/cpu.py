@@ -88,7 +88,7 @@ def _use_cpu_device() -> None:
 
 
 def _allow_timeouts() -> None:
-    """torch 2.13 has `set_timeout` under its old name only."""
+    """In torch 2.13 `set_timeout` has its old name only."""
     import torch.distributed
 
     if not hasattr(torch.distributed, "set_timeout"):

@@ -33,7 +33,13 @@ class Mesh:
         return self.dp_size * self.tensor
 
     def __str__(self) -> str:
-        data = f"FSDP {self.shard}" if self.replicate == 1 else f"DDP {self.replicate}" if self.shard == 1 else f"HSDP {self.replicate}×{self.shard}"
+        data = (
+            f"FSDP {self.shard}"
+            if self.replicate == 1
+            else f"DDP {self.replicate}"
+            if self.shard == 1
+            else f"HSDP {self.replicate}×{self.shard}"
+        )
         return data if self.tensor == 1 else f"{data} · TP {self.tensor}"
 
 

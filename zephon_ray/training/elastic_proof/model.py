@@ -67,6 +67,4 @@ def _layer(width: int) -> Any:
         fuse_qkv=True, rope=rope,
     )  # fmt: skip
     feed_forward = make_ffn_config(dim=width, hidden_dim=2 * width, w1_param_init=_init(0.02), w2w3_param_init=_init(0.02))
-    return Llama3TransformerBlock.Config(
-        attention_norm=_norm(width), ffn_norm=_norm(width), attention=attention, feed_forward=feed_forward
-    )
+    return Llama3TransformerBlock.Config(attention_norm=_norm(width), ffn_norm=_norm(width), attention=attention, feed_forward=feed_forward)

@@ -66,7 +66,11 @@ def compare(
         span: which have to be there.
         reference: of digests and chains.
         losses: the other case; has all of the span.
-        bitwise, title, ranks, rows, seconds: as in `Outcome`.
+        bitwise: as in `Outcome`.
+        title: likewise.
+        ranks: likewise.
+        rows: likewise.
+        seconds: likewise.
     """
     chain, digest, differing, gap = reference.chains[span.start - 1], b"", [], 0.0
     for number in span:

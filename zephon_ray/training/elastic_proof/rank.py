@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from datetime import timedelta
@@ -12,8 +11,8 @@ from typing import Any
 import torch
 
 from zephon_ray.training.elastic_proof.jobs import Job
-from zephon_ray.training.elastic_proof.loaders import loader_config
-from zephon_ray.training.elastic_proof.trainer import LIMIT_S, RecordingTrainer, init_logger, trainer_config
+from zephon_ray.training.elastic_proof.loaders import loader_of
+from zephon_ray.training.elastic_proof.trainer import LIMIT_S, RecordingTrainer, trainer_config
 
 
 def run_rank(job: Job, rank: int, ports: Any) -> None:
@@ -24,7 +23,8 @@ def run_rank(job: Job, rank: int, ports: Any) -> None:
         rank: of `job.mesh.ranks`.
         ports: a queue: the first rank tells the others where the store for their rendezvous is.
     """
-    gc.freeze()  # what the parent imported: TorchTitan collects often, and would copy all of it into this process
+    from torchtitan.tools.logging import init_logger
+
     _redirect(job.log(rank))
     init_logger()
     os.environ |= {
@@ -35,7 +35,7 @@ def run_rank(job: Job, rank: int, ports: Any) -> None:
     torch.autograd.set_multithreading_enabled(False)  # as TorchTitan does where it starts torch.distributed
     store = _store(job.mesh.ranks, rank, ports)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=job.mesh.ranks, timeout=timedelta(seconds=LIMIT_S))
-    trainer = trainer_config(job, loader_config(job)).build()
+    trainer = trainer_config(job, *loader_of(job)).build()
     assert isinstance(trainer, RecordingTrainer)
     trainer.watch(job, rank)
     try:

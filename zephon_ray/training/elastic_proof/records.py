@@ -67,7 +67,9 @@ def _joined(job: Job, step: int, lines: Sequence[_Line]) -> TrainedStep:
     rows: dict[int, tuple[bytes, ...]] = {}
     for rank, line in enumerate(lines):
         if rows.setdefault(line.dp_rank, line.rows) != line.rows:
-            raise DifferenceError(f"{job.name}, step {step}: rank {rank} was given other rows than a peer of data-parallel rank {line.dp_rank}")
+            raise DifferenceError(
+                f"{job.name}, step {step}: rank {rank} was given other rows than a peer of data-parallel rank {line.dp_rank}"
+            )
     losses = {line.loss for line in lines}
     if len(losses) > 1 or not math.isfinite(min(losses)):
         raise DifferenceError(f"{job.name}, step {step}: ranks were told the losses {sorted(losses)}, and there is one for all")

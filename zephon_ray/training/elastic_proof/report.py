@@ -19,7 +19,9 @@ def show(proof: Proof) -> None:
     """Print what was found on stdout."""
     recipe = proof.setting.recipe
     out = Console(width=_WIDTH, highlight=False)
-    title = f"{recipe.name}: {recipe.global_batch_size} rows of {recipe.sequence_length}, {recipe.lanes} lanes, {len(recipe.sources)} sources"
+    title = (
+        f"{recipe.name}: {recipe.global_batch_size} rows of {recipe.sequence_length}, {recipe.lanes} lanes, {len(recipe.sources)} sources"
+    )
     table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
     for heading in _HEADINGS:
         table.add_column(heading, justify="right" if heading in ("steps", "loss differs by", "seconds") else "left", no_wrap=True)
@@ -43,13 +45,14 @@ def _facts(proof: Proof) -> list[str]:
     peers = max(outcome.peers for outcome in proof.outcomes)
     bad = sum(not outcome.good for outcome in proof.outcomes)
     facts = [
-        f"{steps} steps trained; digests are made of the rows that reached the model, and hold the same as one rank alone without a trainer.",
-        f"Losses: the first five columns' case 'resumed' on 2 ranks is what others are compared with; {TOLERANCE:g} is allowed, and not a"
-        " bit where ranks are laid out alike.",
-        f"{proof.checkpoints} checkpoints read: each holds one key of the loader, with {proof.state_bytes} bytes in the last: the state"
-        " after its step.",
+        f"{steps} steps were trained. Digests are of the rows that reached the model, and have to be those of a plain loader on one rank.",
+        f"Losses may differ by {TOLERANCE:g} from those of the first case that resumed, and by no bit where ranks are laid out alike.",
+        f"{proof.checkpoints} checkpoints were read: one key each, the state after the step ({proof.state_bytes} bytes in the last).",
     ]
     if peers:
-        facts.append(f"Tensor parallel peers ({peers} ranks) were given the same rows.")
+        facts.append(f"Tensor parallel peers, {peers} ranks in all, were given the same rows as each other.")
     facts += [f"Left out: {sentence}." for sentence in proof.left_out]
-    return [*facts, f"{'PROVED' if proof.good else f'NOT PROVED: {bad} cases differ'} in {proof.seconds:.0f} s. Files: {proof.setting.folder}"]
+    return [
+        *facts,
+        f"{'PROVED' if proof.good else f'NOT PROVED: {bad} cases differ'} in {proof.seconds:.0f} s. Files: {proof.setting.folder}",
+    ]

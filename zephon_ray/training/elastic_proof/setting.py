@@ -21,7 +21,7 @@ SAVED, LAST = 4, 12
 BASE = Mesh(shard=2)
 """The ranks that save that checkpoint, and whose losses the others are compared with."""
 
-SIZES, CHAIN = (1, 2, 4, 8), (4, 2, 8, 1)
+SIZES, CHAIN, SHORT_CHAIN = (1, 2, 4, 8), (4, 2, 8, 1), (4, 1)
 _MASK = 1 << 26
 """Bytes that the attention mask of a micro-batch may take."""
 
@@ -39,7 +39,7 @@ class Setting:
         sizes: numbers of data-parallel ranks to resume on.
         chain: numbers of ranks, one after the other.
         last: the last step.
-        short: leave out what takes a Ray cluster.
+        short: leave out what takes a Ray cluster, and let tensor parallel peers train two steps only.
     """
 
     folder: Path
@@ -84,8 +84,8 @@ def make_setting(
         folder: is written to; made if need be.
         recipe: path; None for a small corpus that is made there.
         sizes: to resume on; None for those of 1, 2, 4 and 8 that the recipe allows.
-        chain: likewise 4, 2, 8 and 1.
-        short: leave out what takes a Ray cluster.
+        chain: likewise 4, 2, 8 and 1, or 4 and 1 where it is short.
+        short: as in `Setting`.
 
     Raises:
         RecipeError: the recipe is wrong, or a number of ranks does not divide its batch.
@@ -100,10 +100,10 @@ def make_setting(
         loaded.check_dp(0, size)
     if BASE.dp_size not in legal:
         raise UserError(
-            f"global_batch_size={loaded.global_batch_size} is odd, and the proof saves its checkpoint on {BASE.dp_size} ranks. Give a recipe"
-            " whose batch is of an even number of rows"
+            f"global_batch_size={loaded.global_batch_size} is odd, and the proof saves its checkpoint on {BASE.dp_size} ranks. Give"
+            " a recipe whose batch is of an even number of rows"
         )
-    chain = tuple(chain or (size for size in CHAIN if size in legal))
+    chain = tuple(chain or (size for size in (SHORT_CHAIN if short else CHAIN) if size in legal))
     if len(chain) < 2:
         raise UserError(f"the chain {','.join(map(str, chain))} changes nothing. Give at least two numbers of ranks")
     return Setting(
@@ -122,7 +122,9 @@ def _tokenizer(recipe: Recipe, folder: Path) -> dict[str, Any]:
     try:
         data = Storage(recipe.execution.storage).read_bytes(recipe.tokenizer_url)
     except OSError as error:
-        raise RecipeError([f"tokenizer.path={recipe.tokenizer_url}: cannot be read ({error}). Give the path of a tokenizer.json"]) from error
+        raise RecipeError(
+            [f"tokenizer.path={recipe.tokenizer_url}: cannot be read ({error}). Give the path of a tokenizer.json"]
+        ) from error
     folder.mkdir(exist_ok=True)
     (folder / "tokenizer.json").write_bytes(data)
     ids = 1 + max(Tokenizer.from_str(data.decode()).get_vocab(with_added_tokens=True).values())

@@ -1,8 +1,12 @@
-"""How processes of the proof begin: functions that can be named without importing torch. What they call has been imported where they run."""
+"""How processes of the proof begin: functions that can be named without importing torch, which has been imported where they run."""
 
 from __future__ import annotations
 
 import atexit
+import multiprocessing
+import multiprocessing.connection
+import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,7 @@ def rank(job: Job, number: int, ports: Any) -> None:
     """Be a rank of a job."""
     from zephon_ray.training.elastic_proof.rank import run_rank
 
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         run_rank(job, number, ports)
     finally:
@@ -25,3 +30,11 @@ def loader_states(answer: Any, checkpoints: Sequence[Path]) -> None:
     from zephon_ray.training.elastic_proof import checkpoints as module
 
     answer.send(module.loader_states(checkpoints))
+
+
+def _end_with_parent() -> None:
+    """A rank must not train on when who started it was killed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)

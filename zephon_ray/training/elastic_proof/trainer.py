@@ -26,7 +26,8 @@ from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
 from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw  # noqa: E402
 from torchtitan.config import CommConfig, DebugConfig, ParallelismConfig, TrainingConfig  # noqa: E402
-from torchtitan.tools.logging import init_logger, logger  # noqa: E402
+from torchtitan.config.override import OverrideConfig  # noqa: E402
+from torchtitan.tools.logging import logger  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
 LIMIT_S = 120
@@ -92,7 +93,9 @@ def digests_of(inputs_bT: Any, labels_bT: Any, positions_bT: Any) -> list[bytes]
     """Digests of rows, 16 bytes each, of the contract's row arrays again, from what the model is given.
 
     Args:
-        inputs_bT, labels_bT, positions_bT: int64 tensors [micro-batch, T].
+        inputs_bT: int64 tensor [micro-batch, T].
+        labels_bT: likewise.
+        positions_bT: likewise.
 
     Raises:
         OverflowError: a value does not fit the contract's 32 bits.
@@ -108,14 +111,21 @@ def digests_of(inputs_bT: Any, labels_bT: Any, positions_bT: Any) -> list[bytes]
     return [digest128(b"".join(array.astype(array.dtype.newbyteorder("<")).tobytes() for array in row)) for row in zip(*rows, strict=True)]
 
 
-def trainer_config(job: Job, dataloader: Any) -> Any:
-    """The whole configuration of a job's trainer."""
+def trainer_config(job: Job, dataloader: Any, overrides: list[Any]) -> Any:
+    """The whole configuration of a job's trainer.
+
+    Args:
+        job: of the trainer.
+        dataloader: configuration of a loader.
+        overrides: as `--override.imports` takes them.
+    """
     mesh, size = job.mesh, job.global_batch_size
     return RecordingTrainer.Config(
         model_spec=tiny_llama(job.vocabulary, job.width),
         hf_assets_path=str(job.tokenizer),
         dump_folder=str(job.folder),
         dataloader=dataloader,
+        override=OverrideConfig(imports=overrides),
         loss=CrossEntropyLoss.Config(global_vocab_size=job.vocabulary),
         optimizer=default_adamw(lr=job.learning_rate),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=0, decay_ratio=0.0),
