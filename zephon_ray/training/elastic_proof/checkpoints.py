@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
 
 PREFIX = "dataloader."
 
@@ -32,9 +33,9 @@ def loader_states(checkpoints: Sequence[Path]) -> list[LoaderState]:
 
 
 def _loader_state(checkpoint: Path) -> LoaderState:
-    metadata = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    metadata = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     keys = tuple(sorted(key for key in metadata if key.startswith(PREFIX)))
     wanted: dict[str, object] = {keys[0]: b""} if keys else {}
-    dcp.load(wanted, checkpoint_id=checkpoint, no_dist=True)
+    load(wanted, checkpoint_id=checkpoint, no_dist=True)
     kinds = tuple(type(metadata[key]).__name__ for key in keys)
     return LoaderState(keys=keys, kinds=kinds, value=wanted[keys[0]] if keys else None)

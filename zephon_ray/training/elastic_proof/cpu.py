@@ -101,7 +101,7 @@ def _use_dense_attention() -> None:
     from torch.nn.attention.flex_attention import BlockMask
     from torchtitan.models.common import attention
 
-    class DenseMask(BlockMask):  # type: ignore[misc]
+    class DenseMask(BlockMask):
         """A mask that is written out: `seen`, bool [rows, 1, queries, keys]."""
 
         def __init__(self, mask_mod: Callable[..., Any], rows: int, _heads: None, queries: int, keys: int, **_: Any) -> None:

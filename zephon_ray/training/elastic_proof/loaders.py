@@ -18,13 +18,13 @@ def loader_of(job: Job) -> tuple[Any, list[Any]]:
 
     if job.source == "stock":
         return _stock(job), []
-    options: dict[str, Any] = {
+    ways: dict[str, dict[str, Any]] = {
         "threads": {"runner": "threads", "workers": 1},
         "ray": {"runner": "ray"},
         "host": {"out": str(job.folder / "feed")},
         "feed": {"feed": job.feed, "address": job.address},
-    }[job.source]
-    return HuggingFaceTextDataLoader.Config(), [(torchtitan.__name__, {"recipe": str(job.recipe), **options})]
+    }
+    return HuggingFaceTextDataLoader.Config(), [(torchtitan.__name__, {"recipe": str(job.recipe), **ways[job.source]})]
 
 
 def _stock(job: Job) -> Any:

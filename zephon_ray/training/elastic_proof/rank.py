@@ -59,10 +59,11 @@ def _redirect(log: Path) -> None:
 
 def _store(ranks: int, rank: int, ports: Any) -> Any:
     """The store of the rendezvous, at a port that the system chose: two jobs at a time never meet."""
+    tcp_store: Any = torch.distributed.TCPStore  # type: ignore[attr-defined]
     wait = timedelta(seconds=LIMIT_S)
     if rank == 0:
-        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=wait)
+        store = tcp_store("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=wait)
         for _ in range(ranks - 1):
             ports.put(store.port)
         return store
-    return torch.distributed.TCPStore("127.0.0.1", ports.get(timeout=LIMIT_S), is_master=False, timeout=wait)
+    return tcp_store("127.0.0.1", ports.get(timeout=LIMIT_S), is_master=False, timeout=wait)

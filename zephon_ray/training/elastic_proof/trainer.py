@@ -34,11 +34,11 @@ LIMIT_S = 120
 """How long a rank waits for the others in a collective."""
 
 
-class LossKeeper(MetricsProcessor):
+class LossKeeper(MetricsProcessor):  # type: ignore[misc]
     """TorchTitan's metrics, of which the last loss is kept."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(MetricsProcessor.Config):
+    class Config(MetricsProcessor.Config):  # type: ignore[misc]
         pass
 
     loss = float("nan")
@@ -48,11 +48,11 @@ class LossKeeper(MetricsProcessor):
         super().log(step, global_avg_loss, *args, **options)
 
 
-class RecordingTrainer(Trainer):
+class RecordingTrainer(Trainer):  # type: ignore[misc]
     """The trainer as it is, with a line for each step: which rows, and what loss."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Trainer.Config):
+    class Config(Trainer.Config):  # type: ignore[misc]
         pass
 
     def watch(self, job: Job, rank: int) -> None:
