@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -22,6 +23,8 @@ LIMIT_S = 600.0
 
 KEY, KIND = "dataloader.zephon_ray", "BytesStorageMetadata"
 """What a checkpoint holds of our loader: one key, and bytes."""
+
+_RAY_TOKEN = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
 
 _KILLED, _EVERY = 10, 2
 _ASYNC_EVERY = 3
@@ -121,7 +124,8 @@ class Cases:
         with Service(None) as service:
             service.start(Order(name="proof", recipe=self._setting.recipe, out=str(job.folder / "run")))
             try:
-                self._fed("a served feed", replace(job, source="feed", feed="proof", address=service.address))
+                token = {name: os.environ[name] for name in _RAY_TOKEN if name in os.environ}  # of a cluster of our own
+                self._fed("a served feed", replace(job, source="feed", feed="proof", address=service.address, environment=token))
             finally:
                 service.stop("proof", force=True)
 

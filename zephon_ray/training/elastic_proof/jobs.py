@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -66,6 +67,7 @@ class Job:
         texts: JSON lines with the field `text`, for the source "stock".
         feed: name of the feed, for the source "feed".
         address: of its cluster.
+        environment: variables that ranks need to join it.
         killed_at: the last rank kills itself in the midst of this step, in the first attempt.
         attempt: from 0; restarts count up.
         width: of the model.
@@ -90,6 +92,7 @@ class Job:
     texts: Path | None = None
     feed: str | None = None
     address: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
     killed_at: int | None = None
     attempt: int = 0
     width: int = 32

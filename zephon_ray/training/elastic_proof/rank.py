@@ -29,7 +29,7 @@ def run_rank(job: Job, rank: int, ports: Any) -> None:
     init_logger()
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job.mesh.ranks), "LOCAL_WORLD_SIZE": str(job.mesh.ranks),
-        "TORCHELASTIC_RUN_ID": f"{job.folder.parent.name}-{job.name}", "TORCHELASTIC_RESTART_COUNT": str(job.attempt),
+        "TORCHELASTIC_RUN_ID": f"{job.folder.parent.name}-{job.name}", "TORCHELASTIC_RESTART_COUNT": str(job.attempt), **job.environment,
     }  # fmt: skip
     torch.set_num_threads(1)
     torch.autograd.set_multithreading_enabled(False)  # as TorchTitan does where it starts torch.distributed
