@@ -1,7 +1,8 @@
 """Making: steps come from a production, which may be lost at any time, and go into the run's directory before anyone gets them.
 
-The directory is the truth, a production is disposable: when it fails, another is opened where the ranks are, and what is made again
-must be what the ledger says. Rows live no longer than the production that made them. Used from one thread, but for `interrupt`.
+The directory is the truth, a production is disposable: when it fails, another is opened behind the last step that is kept, or where
+the ranks are, and what is made again must be what the ledger says. Rows outlive the production that made them. Used from one thread,
+but for `interrupt`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Produced(Protocol):
 
 
 class Production(Protocol):
-    """Makes steps one after the other. `close` may be called from any thread, and takes the rows along; the others from one."""
+    """Makes steps one after the other. `close` may be called from any thread, and leaves the rows; the others from one."""
 
     def next_step(self) -> Produced | None:
         """The next step; None at the end of the stream."""
@@ -64,7 +65,7 @@ OpenProduction = Callable[[Job, Identity, StreamState | None, Recorded], Product
 
 
 class ProductionLostError(Exception):
-    """A production failed. It is gone with its rows; another one may do better."""
+    """A production failed and is gone; another one may do better. The rows of its steps are there still."""
 
 
 class States(Protocol):
@@ -159,14 +160,15 @@ class Maker:
 
         Args:
             step: from 1.
-            states: that are at hand; the directory is looked at for a later one, unless one of these is just before `step`.
+            states: that are at hand, beside the last one that was made; the directory is looked at for a later one, unless one of
+                these is just before `step`.
 
         Returns:
             The step before the next one that is made.
         """
         end = self._writer.last.step if self._writer.last else 0
         # The ledger has no gap: where its tail was lost, that is made again, whatever the ranks have already.
-        fitting = [state for state in states if state.step <= min(step - 1, end)]
+        fitting = [state for state in (*states, self._state) if state is not None and state.step <= min(step - 1, end)]
         best = max(fitting, key=lambda state: state.step, default=None)
         if best is None or best.step < min(step - 1, end):
             saved = self.patiently(lambda: self._writer.nearest(step - 1))
@@ -189,12 +191,9 @@ class Maker:
         if produced is None:
             return None
         step = produced.step
-        expected = self._histories.get(step.step)
-        if expected not in (None, step.chain):
-            raise ReplayError(
-                f"step {step.step}: its chain is {step.chain.hex()}, and a rank brought a state of that step with"
-                f" {expected.hex() if expected else ''}: another history. Resume from a state of this run, or give the feed a new --out"
-            )
+        expected = self._histories.get(step.step, step.chain)
+        if expected != step.chain:
+            raise another_history(step.step, expected)
         line, state = step.ledger_line, step.state
         self.patiently(lambda: self._writer.write(line, state))
         self._state = state
@@ -313,6 +312,14 @@ def open_maker(
                 raise FeedError("the feed was stopped") from error
         else:
             return Maker(job, identity, writer, open_production, states=states, patience_s=patience_s, pause=pause)
+
+
+def another_history(step: int, chain: bytes) -> ReplayError:
+    """A rank brought a state of step `step` with a chain that is not that of the step as it is made here."""
+    return ReplayError(
+        f"step {step}: a rank brought a state of it with the chain {chain.hex()}, which is another history than this feed's."
+        " Resume from a state of this run, or give the feed a new --out"
+    )
 
 
 def state_nbytes(state: StreamState) -> int:
