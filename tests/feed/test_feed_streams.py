@@ -373,6 +373,7 @@ def test_a_state_of_another_history_is_refused(recipe: Recipe, tmp_path: Path) -
         rank = served.rank()
         steps = rank.steps(9)
         old, new = (to_bytes(replace(steps[n].state, chain=bytes(15) + b"x"), rank.opened.identity) for n in (4, 8))
+        served.until(lambda: served.status().step == 13)
         with pytest.raises(ReplayError, match="another history"):
             served.rank(incarnation="run:1", state=new)
         other = served.rank(incarnation="run:1", state=old)
