@@ -54,7 +54,7 @@ class Served:
     """A stream, and ranks that take from it."""
 
     def __init__(self, recipe: Recipe, out: Path | str, production: Callable[..., Any], **more: Any) -> None:
-        self.changes = threading.Condition()
+        self.changes, self.limit_s = threading.Condition(), LIMIT_S
         options = StreamOptions(
             name="train", recipe=recipe, out=str(out), open_production=production, states=Local(),
             hot_bytes=more.pop("hot_bytes", 1 << 30), keep_steps=more.pop("keep_steps", 2), patience_s=more.pop("patience_s", 5.0),
@@ -68,7 +68,7 @@ class Served:
 
     def until(self, what: Callable[[], Any]) -> Any:
         """What it gives once it is true."""
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + self.limit_s
         with self.changes:
             while not (found := what()):
                 assert time.monotonic() < deadline, "it did not come in time"
