@@ -190,6 +190,7 @@ class Feed:
                 hot_bytes=hot // len(self._options.recipes),
                 keep_steps=self._options.keep_steps,
                 patience_s=self._options.patience_s,
+                feed=ray.get_runtime_context().get_actor_id() or "",
             )
             self._streams[name] = FeedStream(options, self._wake)
         if self._options.observe:

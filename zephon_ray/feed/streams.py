@@ -48,6 +48,7 @@ class StreamOptions:
         hot_bytes: budget of what is kept for rewinds.
         keep_steps: kept behind the slowest rank in any case.
         patience_s: how long the directory may refuse.
+        feed: the same for a feed that died and was started again, another for one that was served anew.
     """
 
     name: StreamName
@@ -58,6 +59,7 @@ class StreamOptions:
     hot_bytes: int
     keep_steps: int
     patience_s: float
+    feed: str = ""
 
 
 class FeedStream:
@@ -183,8 +185,13 @@ class FeedStream:
     def leave(self, session: str) -> None:
         """A rank is done."""
         with self._lock:
+            now = time.monotonic()
+            before = self._generations.slowest(now)
+            self._taken = self._taken if before is None else before
             self._generations.leave(session)
             self._asks.pop(session, None)
+            if before is not None and self._generations.slowest(now) is None:
+                self._remember(reading=False)
             self._lock.notify_all()
         self._changed()
 
@@ -197,6 +204,7 @@ class FeedStream:
         """Make no further step. Ranks are told; `close` waits for the end."""
         with self._lock:
             if not self._stopping:
+                self._remember(reading=False)
                 self._tasks.append(lambda maker: maker.audit("stopped", step=self._newest.step if self._newest else 0, client=by))
             self._stopping = True
             self._lock.notify_all()
@@ -269,7 +277,14 @@ class FeedStream:
         }  # fmt: skip
         event = "restored" if at else "attached"
         self._tasks.append(lambda maker: maker.audit(event, **fields))
+        self._remember(reading=True)
         self._changed()  # who waits may be fenced now
+
+    def _remember(self, *, reading: bool) -> None:
+        """Which ranks read, for a feed that is started again."""
+        if self._generations.incarnation:
+            readers = self._generations.remembered(self._options.feed, reading=reading)
+            self._tasks.append(lambda maker: maker.remember(readers))
 
     def _lose(self, step: int, ref: str) -> None:
         """A step's rows are gone; it is made again, unless it was since the rank got them."""
@@ -377,7 +392,10 @@ class FeedStream:
             options.recipe, prepared, options.out, options.open_production,
             states=options.states, patience_s=options.patience_s, pause=self._pause,
         )  # fmt: skip
+        readers = maker.readers()
         with self._lock:
+            if readers:
+                self._generations.restore(readers, options.feed, time.monotonic())
             self._prepared, self._maker, self._first = prepared, maker, first_state(prepared[0])
         self._changed()
 
