@@ -67,9 +67,7 @@ def test_in_a_bucket_a_state_is_saved_with_each_segment_and_only_the_newest_stay
     assert at_hand(recipe, out) == (14, 4, [4]), "damaged ones are passed over"
 
 
-def test_on_a_disk_where_no_line_is_lost_no_more_states_are_saved(
-    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_disk_where_no_line_is_lost_no_more_states_are_saved(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger_module, "SEAL_SECONDS", 0.0)
     killed(recipe, str(tmp_path / "run"), last=STATE_EVERY + 9)
     assert at_hand(recipe, str(tmp_path / "run")) == (STATE_EVERY + 9, STATE_EVERY, [STATE_EVERY])

@@ -121,7 +121,7 @@ def test_what_cannot_be_read_is_told_to_who_starts_it_and_no_feed_is_left(servic
         service.start(replace(order, recipe=nothing))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").write_text("something else")
-    with pytest.raises(FeedError, match="holds something else"):
+    with pytest.raises(RunDirectoryError, match="holds something else"):
         service.start(replace(order, out=str(tmp_path / "other")))
     until = time.monotonic() + 20
     while service.names() and time.monotonic() < until:

@@ -35,6 +35,7 @@ from zephon_ray.feed.protocol import (
 from zephon_ray.feed.streams import FeedStream, StreamOptions
 from zephon_ray.recipe import Recipe
 from zephon_ray.state import StreamState
+from zephon_ray.telemetry import quieten
 
 T = TypeVar("T")
 
@@ -81,6 +82,7 @@ class Feed:
     """
 
     def __init__(self, options: FeedOptions) -> None:
+        quieten()
         self._options = options
         self._began = time.monotonic()
         self._streams: dict[StreamName, FeedStream] = {}
@@ -138,15 +140,19 @@ class Feed:
 
     # --- whoever looks after it --------------------------------------------------------------------------------------------
 
-    async def hello(self, caller: Caller) -> int:
-        """Says which protocol it speaks, and starts to look at the data.
+    async def ready(self, caller: Caller) -> FeedStatus:
+        """How it stands, once it has looked at its data.
 
         Raises:
-            RefusedError: the caller speaks another, or has no right to call.
+            RefusedError: the caller speaks another protocol, or has no right to call.
+            ZephonError: why a stream cannot be fed.
         """
         self._check(caller)
         self._start()
-        return PROTOCOL
+        await self._until(lambda: True if all(stream.ready() for stream in self._streams.values()) else None, _START_S)
+        for stream in self._streams.values():
+            stream.check()
+        return self._status()
 
     async def status(self, caller: Caller) -> FeedStatus:
         """How it stands.

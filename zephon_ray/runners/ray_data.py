@@ -211,6 +211,9 @@ class Wave:
         context = DataContext.get_current().copy()
         context.target_max_block_size = 1  # what a task yields is a block, and is passed on at once
         context.enable_progress_bars = False
+        # Ray Data would ask the autoscaler for twice what busy tasks have, again and again, and those that wait for credit look busy.
+        cpus = (self.tasks + 0.5) * self._workers.num_cpus
+        context.execution_options.resource_limits = ray.data.ExecutionResources.for_limits(cpu=cpus)
         with _CONTEXT, DataContext.current(context):
             dataset: ray.data.Dataset = ray.data.read_datasource(
                 _Slots(self._job, self._mailbox, self.number, self.tasks),
