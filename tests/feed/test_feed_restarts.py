@@ -87,7 +87,7 @@ def test_what_is_ahead_is_told_of_the_ranks_that_were_there_last(recipe: Recipe,
         rank.steps(9)
         served.stream.leave(rank.session)
         status = served.status()
-        assert (status.ranks, status.taken_step) == (0, 9)
+        assert (status.ranks, status.taken_step, status.due) == (0, 9, (1.0,))
         assert 0 <= status.steps_ahead <= recipe.execution.prefetch_steps
 
 

@@ -249,7 +249,7 @@ class FeedStream:
                 steps_ahead=max(0, (self._kept.last or 0) - taken),
                 pairs=newest.pairs if newest else (0,) * len(recipe.sources),
                 names=tuple(source.name for source in recipe.sources),
-                due=tuple(share / sum(recipe.shares) for share in recipe.shares),
+                due=tuple(share / sum(recipe.shares()) for share in recipe.shares()),
                 pairs_per_second=self._rate(now),
                 waited_seconds=self._waited_before + self._waited,
                 workers=stats.workers if stats else 0,
