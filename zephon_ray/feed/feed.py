@@ -82,7 +82,6 @@ class Feed:
     """
 
     def __init__(self, options: FeedOptions) -> None:
-        quieten()
         self._options = options
         self._began = time.monotonic()
         self._streams: dict[StreamName, FeedStream] = {}
@@ -184,6 +183,7 @@ class Feed:
         """The first call starts the streams: the constructor has no event loop yet."""
         if self._streams:
             return
+        quieten()
         self._loop, self._changed = asyncio.get_running_loop(), asyncio.Event()
         hot = _hot_bytes(self._options.recipes["train"])
         for name, recipe in self._options.recipes.items():

@@ -234,10 +234,18 @@ _NOT_AGAIN: dict[str, Any] = (
 )
 
 
+_NOT_INSTALLED = f"No module named '{__name__.partition('.')[0]}'"
+
+
 def fault_of_ours(error: Exception | None) -> Exception | None:
     """What a task of ours raised, and would raise again, or the reading of a block; None where a process or node went away under it."""
     if isinstance(error, ZephonError):
         return error
+    if isinstance(error, ray.exceptions.RayError) and _NOT_INSTALLED in str(error):
+        return RunnerError(
+            "the cluster's nodes do not have zephon_ray, so no worker can read a unit. Install it there (infra/Dockerfile), or submit a job"
+            " from a checkout, which takes it along (jobs/README.md)"
+        )
     cause = getattr(error, "cause", None)
     if not isinstance(error, ray.exceptions.RayTaskError) or isinstance(cause, ray.exceptions.RayError):
         return None
