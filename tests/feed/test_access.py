@@ -17,7 +17,7 @@ from zephon_ray.feed.feed import Feed, FeedOptions
 from zephon_ray.feed.generations import UnknownSessionError
 from zephon_ray.feed.protocol import PROTOCOL, Caller, OpenRequest, TakeRequest
 
-TOKEN = "a long random word"  # noqa: S105
+TOKEN = "a long random word"
 CALLS: dict[str, Callable[[Feed, Caller], Coroutine[Any, Any, Any]]] = {
     "open": lambda feed, caller: feed.open(
         OpenRequest(caller=caller, session="mine", stream="train", dp_rank=0, dp_world_size=1, incarnation="run:0")
