@@ -7,6 +7,7 @@ for a step holds one. An actor that restarts knows nothing: it goes on from the 
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import hmac
 import os
@@ -44,6 +45,9 @@ KEEP_STEPS = 2
 PATIENCE_S = 120.0
 HOT_SHARE = 0.3
 """Of an object store, for rewinds, where the recipe does not say."""
+
+_LAST_WORDS_S = 2.0
+"""For a feed that was stopped to tell its ranks so."""
 
 _INLINE_BYTES = 32 << 10
 _START_S = 300.0
@@ -164,7 +168,7 @@ class Feed:
         return self._status()
 
     async def stop(self, caller: Caller, force: bool = False) -> None:
-        """Make no further step, save everything. The actor can then be killed.
+        """Make no further step, save everything. The actor then ends, also where who asked has gone meanwhile.
 
         Raises:
             RefusedError: ranks read, and `force` is not set.
@@ -176,6 +180,8 @@ class Feed:
         for stream in self._streams.values():
             stream.stop(caller.client)
         await asyncio.gather(*(asyncio.to_thread(stream.close) for stream in self._streams.values()))
+        actor = ray.get_runtime_context().current_actor
+        asyncio.get_running_loop().call_later(_LAST_WORDS_S, functools.partial(ray.kill, actor, no_restart=True))
 
     # --- within ----------------------------------------------------------------------------------------------------------
 
