@@ -21,7 +21,7 @@ from zephon_ray.errors import DifferenceError, FeedError, ReplayError, RunnerErr
 from zephon_ray.feed.blocks import RowBlock
 from zephon_ray.ledger import Recorded
 from zephon_ray.recipe import Recipe
-from zephon_ray.rundir import RunWriter
+from zephon_ray.rundir import Readers, RunWriter
 from zephon_ray.runners.base import Job, RunnerStats
 from zephon_ray.state import Identity, StreamState
 
@@ -216,6 +216,14 @@ class Maker:
     def audit(self, event: str, **fields: Any) -> None:
         """Add to the audit trail."""
         self.patiently(lambda: self._writer.directory.audit(event, **fields))
+
+    def readers(self) -> Readers | None:
+        """The ranks that the directory says were let in last."""
+        return self.patiently(self._writer.directory.readers)
+
+    def remember(self, readers: Readers) -> None:
+        """Write down which ranks were let in."""
+        self.patiently(lambda: self._writer.directory.save_readers(readers))
 
     def patiently(self, action: Callable[[], T]) -> T:
         """Do something with the directory, again and again where it refuses for a while.

@@ -50,6 +50,7 @@ class StreamOptions:
         hot_bytes: budget of what is kept for rewinds.
         keep_steps: kept behind the slowest rank in any case.
         patience_s: how long the directory may refuse.
+        feed: the same for a feed that died and was started again, another for one that was served anew.
     """
 
     name: StreamName
@@ -60,6 +61,7 @@ class StreamOptions:
     hot_bytes: int
     keep_steps: int
     patience_s: float
+    feed: str = ""
 
 
 class FeedStream:
@@ -103,6 +105,16 @@ class FeedStream:
         """Whether ranks can open the stream, or are told why not."""
         with self._lock:
             return self._maker is not None or self._error is not None or self._stopping
+
+    def check(self) -> None:
+        """Whether ranks could read it.
+
+        Raises:
+            ZephonError: why not.
+        """
+        with self._lock:
+            if self._error:
+                raise self._error
 
     def open(self, request: OpenRequest) -> Opened:
         """A rank joins.
@@ -186,8 +198,13 @@ class FeedStream:
     def leave(self, session: str) -> None:
         """A rank is done."""
         with self._lock:
+            now = time.monotonic()
+            before = self._generations.slowest(now)
+            self._taken = self._taken if before is None else before
             self._generations.leave(session)
             self._asks.pop(session, None)
+            if before is not None and self._generations.slowest(now) is None:
+                self._remember(reading=False)
             self._lock.notify_all()
         self._changed()
 
@@ -200,6 +217,7 @@ class FeedStream:
         """Make no further step. Ranks are told; `close` waits for the end."""
         with self._lock:
             if not self._stopping:
+                self._remember(reading=False)
                 self._tasks.append(lambda maker: maker.audit("stopped", step=self._newest.step if self._newest else 0, client=by))
             self._stopping = True
             self._lock.notify_all()
@@ -234,6 +252,7 @@ class FeedStream:
                 steps_ahead=max(0, (self._kept.last or 0) - taken),
                 pairs=newest.pairs if newest else (0,) * len(recipe.sources),
                 names=tuple(source.name for source in recipe.sources),
+                due=tuple(share / sum(recipe.shares()) for share in recipe.shares()),
                 pairs_per_second=self._rate(now),
                 waited_seconds=self._waited_before + self._waited,
                 workers=stats.workers if stats else 0,
@@ -274,6 +293,7 @@ class FeedStream:
         }  # fmt: skip
         event = "restored" if at else "attached"
         self._tasks.append(lambda maker: maker.audit(event, **fields))
+        self._remember(reading=True)
         self._changed()  # who waits may be fenced now
 
     def _check_history(self, state: StreamState) -> None:
@@ -281,6 +301,12 @@ class FeedStream:
         following = self._kept.get(state.step + 1)
         if following is not None and chain_digest(state.chain, following.step, following.digest) != following.chain:
             raise another_history(state.step, state.chain)
+
+    def _remember(self, *, reading: bool) -> None:
+        """Which ranks read, for a feed that is started again."""
+        if self._generations.incarnation:
+            readers = self._generations.remembered(self._options.feed, reading=reading)
+            self._tasks.append(lambda maker: maker.remember(readers))
 
     def _lose(self, step: int, ref: str) -> None:
         """A step's rows are gone: it is made again with all after it, unless it was since the rank got them.
@@ -398,7 +424,10 @@ class FeedStream:
             options.recipe, prepared, options.out, options.open_production,
             states=options.states, patience_s=options.patience_s, pause=self._pause,
         )  # fmt: skip
+        readers = maker.readers()
         with self._lock:
+            if readers:
+                self._generations.restore(readers, options.feed, time.monotonic())
             self._prepared, self._maker, self._first = prepared, maker, first_state(prepared[0])
         self._changed()
 

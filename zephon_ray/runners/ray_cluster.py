@@ -133,6 +133,7 @@ def join(address: str | None) -> Cluster:
 
 def _join(address: str) -> None:
     _knock(address)
+    _reread_environment()
     try:
         ray.init(address=address, **_SILENT)
     except Exception as error:
@@ -195,9 +196,26 @@ def _ask_for_entry(address: str) -> None:
             if error.code() != grpc.StatusCode.UNAUTHENTICATED:
                 raise RunnerError(f"what answers at {address} is no Ray head ({error.code().name}). Give the address of one") from error
             told = "refuses the token of this process" if token else "uses token authentication, and this process has no token"
-            raise RunnerError(
-                f"the Ray cluster at {address} {told}. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file with the cluster's token"
-            ) from error
+            raise RunnerError(f"the Ray cluster at {address} {told}. {_how_to_authenticate(token)}") from error
+
+
+def _how_to_authenticate(token: str | None) -> str:
+    mend = "Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file with the cluster's token"
+    if token is None and os.environ.get("RAY_AUTH_MODE") == "token":
+        return f"RAY_AUTH_MODE=token is set, and {_token_file()} cannot be read. Set RAY_AUTH_TOKEN_PATH to a file with the cluster's token"
+    if token is None and _token_file().is_file():
+        return f"{mend}; for a cluster that was started by you on this machine, RAY_AUTH_MODE=token alone takes the one in {_token_file()}"
+    return mend
+
+
+def _reread_environment() -> None:
+    """Ray reads RAY_AUTH_MODE and its like when it is imported. Here it counts what they are now, as everywhere else in Python.
+
+    There is no public way: without it a process that sets them later would be turned away.
+    """
+    config = getattr(getattr(ray, "_raylet", None), "Config", None)
+    if config is not None:
+        config.initialize("")
 
 
 def _auth_token() -> str | None:
@@ -206,11 +224,14 @@ def _auth_token() -> str | None:
         return None
     if token := os.environ.get("RAY_AUTH_TOKEN"):
         return token.strip()
-    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     try:
-        return path.read_text().strip()
+        return _token_file().read_text().strip() or None
     except OSError:
         return None
+
+
+def _token_file() -> Path:
+    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
 
 
 def _explained(error: Exception) -> str:
