@@ -126,7 +126,7 @@ class LaneTeam:
         self.told = 0
         self._batch, self._patience_s, self._started = max(1, ahead // 2), wait_s, False
         make_actor: Any = ray.remote  # its types know no concurrency groups
-        body = make_actor(num_cpus=0, concurrency_groups={_UNITS: _UNIT_THREADS})(LaneWorker)
+        body = make_actor(num_cpus=0, enable_task_events=False, concurrency_groups={_UNITS: _UNIT_THREADS})(LaneWorker)
         self.members = []
         for lanes, where in zip(groups, cluster.spread(recipe.execution.workers, len(groups)), strict=True):
             rows = range(lanes.start * recipe.rows_per_lane, lanes.stop * recipe.rows_per_lane)
@@ -251,6 +251,8 @@ def _raised_there(error: BaseException | None) -> BaseException | None:
 
 def _fault(error: ray.exceptions.RayTaskError) -> ZephonError:
     cause = error.cause
+    if isinstance(cause, (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)):
+        return WorkerLost(f"the object store of a lane worker's node is full, and what is held there leaves no room ({_one_line(cause)})")
     if isinstance(cause, ray.exceptions.RayError):
         return WorkerLost(f"blocks of units that a lane worker was to read are gone ({_one_line(cause)})")
     return cause if isinstance(cause, ZephonError) else RunnerError(f"a lane worker failed: {_one_line(cause)}")
