@@ -15,6 +15,7 @@ from zephon_ray.batches import Batch
 from zephon_ray.errors import StateError, UserError
 from zephon_ray.recipe import Recipe, load_recipe
 from zephon_ray.runners.base import RunnerStats
+from zephon_ray.state import Identity
 from zephon_ray.stream import Stream
 
 STATE_KEY = "zephon_ray"
@@ -95,6 +96,11 @@ class Loader:
     def step(self) -> int:
         """The last step that was taken; 0 before the first."""
         return self._open().state.step
+
+    @property
+    def identity(self) -> Identity:
+        """Of the stream."""
+        return self._open().identity
 
     def state_dict(self) -> dict[str, bytes]:
         """The state after the last batch that was taken, whatever was read ahead: the same on every rank."""

@@ -186,6 +186,28 @@ def verify(
     return compare(directory, steps, recipe, overrides, runner.value if runner else None, workers, address, as_json=json)
 
 
+@app.command(epilog="Example: zephon-ray prove recipe.yaml --gpus 8,16,32,64 --at-step 100")
+def prove(
+    recipe: RecipePath,
+    gpus: Annotated[str, typer.Option(metavar="N,N,...", help="Numbers of data-parallel ranks to resume at.", show_default=False)],
+    at_step: Annotated[int, typer.Option(min=0, metavar="N", help="The state that is resumed is the one after it.", show_default=False)],
+    steps: Annotated[int, typer.Option(min=1, metavar="K", help="Steps after it that are compared.")] = 4,
+    runner: Runner = None,
+    workers: Workers = None,
+    address: Address = None,
+    overrides: Overrides = [],  # noqa: B006
+    json: Json = False,
+) -> int:
+    """Resume one state at several numbers of ranks, and compare every rank's rows with an uninterrupted run. Nothing is trained."""
+    from zephon_ray.cli import prove as command
+
+    wanted = command.Wanted(
+        recipe=recipe, overrides=overrides, gpus=gpus, at_step=at_step, steps=steps, runner=runner.value if runner else None,
+        workers=workers, address=address, as_json=json,
+    )  # fmt: skip
+    return command.pilot(wanted)
+
+
 @app.command(epilog="Example: zephon-ray serve recipe.yaml --name first --out s3://bucket/runs/first --address 10.0.0.1:6379 --detach")
 def serve(
     recipe: RecipePath,

@@ -29,7 +29,7 @@ def look_ahead(
     for name, value in (("--tokens-per-second", tokens_per_second), ("--cpu-per-mtok", cpu_per_mtok)):
         if value is not None and not (isfinite(value) and value > 0):
             raise UserError(f"{name} {value}: is not above 0. Write a number such as 1e6")
-    sizes = _sizes(gpus)
+    sizes = sizes_in(gpus)
     recipe = load_recipe(path, overrides)
     job, _ = prepare(recipe)
     samples = sample_sources(job)
@@ -52,7 +52,12 @@ def look_ahead(
     return 0
 
 
-def _sizes(gpus: str) -> list[int]:
+def sizes_in(gpus: str) -> list[int]:
+    """The numbers of ranks in "8,16,64"; none in "".
+
+    Raises:
+        UserError: it is no list of whole numbers above 0.
+    """
     try:
         sizes = [int(part) for part in gpus.split(",") if part.strip()]
     except ValueError as error:

@@ -28,7 +28,7 @@ from zephon_ray.loader import STATE_KEY, State, bytes_of
 from zephon_ray.recipe import Recipe, recipe_from_dict
 from zephon_ray.recipe_yaml import read_yaml
 from zephon_ray.runners import ray_cluster
-from zephon_ray.state import StreamState, place_in, to_bytes
+from zephon_ray.state import Identity, StreamState, place_in, to_bytes
 
 RECONNECT_S = 120.0
 PREFETCH = 2
@@ -161,6 +161,11 @@ class FeedLoader:
         """That the feed was served with."""
         data, _ = read_yaml(self._place()[1].recipe_yaml, f"feed {self.name}")
         return recipe_from_dict(data, "/")
+
+    @property
+    def identity(self) -> Identity:
+        """Of the stream that it is served with."""
+        return self._place()[1].identity
 
     def state_dict(self) -> dict[str, bytes]:
         """The state after the last batch that was taken, whatever was read ahead: the same on every rank. The feed need not live."""
