@@ -52,7 +52,10 @@ def serving(name: str, recipe: Recipe, out: Path, validation: Recipe | None = No
     options = FeedOptions(name=name, recipes=streams, directories={stream: str(out / stream) for stream in streams}, **more)
     actor = (
         ray.remote(Feed)
-        .options(name=actor_name(name), namespace=NAMESPACE, lifetime="detached", max_restarts=-1, num_cpus=0, max_concurrency=1000)
+        .options(
+            name=actor_name(name), namespace=NAMESPACE, lifetime="detached", max_restarts=-1, num_cpus=0, max_concurrency=1000,
+            enable_task_events=False,
+        )  # fmt: skip
         .remote(options)
     )
     try:

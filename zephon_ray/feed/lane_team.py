@@ -126,7 +126,7 @@ class LaneTeam:
         self.told = 0
         self._batch, self._patience_s, self._started = max(1, ahead // 2), wait_s, False
         make_actor: Any = ray.remote  # its types know no concurrency groups
-        body = make_actor(num_cpus=0, concurrency_groups={_UNITS: _UNIT_THREADS})(LaneWorker)
+        body = make_actor(num_cpus=0, enable_task_events=False, concurrency_groups={_UNITS: _UNIT_THREADS})(LaneWorker)
         self.members = []
         for lanes, where in zip(groups, cluster.spread(recipe.execution.workers, len(groups)), strict=True):
             rows = range(lanes.start * recipe.rows_per_lane, lanes.stop * recipe.rows_per_lane)

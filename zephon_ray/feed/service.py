@@ -247,7 +247,7 @@ def _new_actor(order: Order) -> Any:
     )
     actor = ray.remote(Feed).options(
         name=actor_name(order.name), namespace=NAMESPACE, lifetime="detached", max_restarts=-1, max_task_retries=0, num_cpus=0,
-        max_concurrency=_CALLS, scheduling_strategy=_on_head(),
+        max_concurrency=_CALLS, scheduling_strategy=_on_head(), enable_task_events=False,
     )  # fmt: skip
     return actor.remote(options)
 

@@ -83,7 +83,9 @@ class _Core:
 
     def _new_mailbox(self) -> Any:
         mailbox: Any = ray.remote(Mailbox)
-        return mailbox.options(num_cpus=0, max_concurrency=10_000, scheduling_strategy=self._cluster.here()).remote()
+        return mailbox.options(
+            num_cpus=0, max_concurrency=10_000, scheduling_strategy=self._cluster.here(), enable_task_events=False
+        ).remote()
 
     def start(self) -> None:
         with self._lock:
