@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,9 @@ AT = 10
 """Something happens after this step, or one soon after it."""
 STORE_BYTES = 80 << 20
 PIN_BYTES = 1 << 20
-GIVE_UP_S = 200.0
+GIVE_UP_S = 300.0
+NO_DISK = {"local_fs_capacity_threshold": 0.0001}
+"""Ray takes its disk for full, so it neither spills nor falls back on it."""
 
 
 @dataclass
@@ -136,7 +138,7 @@ def store_full(folder: Path, pick: random.Random) -> dict[str, Any]:
 
 def store_and_disk_full(folder: Path, pick: random.Random) -> dict[str, Any]:
     """The same, and Ray may not spill: its disk is full too, as far as it is told. Later others let go."""
-    return _pinned(folder, pick, {"local_fs_capacity_threshold": 0.0001})
+    return _pinned(folder, pick, NO_DISK)
 
 
 def _pinned(folder: Path, pick: random.Random, system: dict[str, Any]) -> dict[str, Any]:
@@ -145,30 +147,67 @@ def _pinned(folder: Path, pick: random.Random, system: dict[str, Any]) -> dict[s
     recipe, expected = a_recipe(folder)
     with fed(recipe, folder) as status, a_job() as job:
         eventually(lambda: job.step >= AT + pick.randrange(5), GIVE_UP_S)
-        pins = pin()
-        pinned = time.time()
-        ended = job.join()
-        found = {"pinned_mb": len(pins) * PIN_BYTES >> 20, "end_s": time.time() - pinned, "ended": ended, "errors": job.errors}
-        found |= {"spilled_mb": store().spilled_bytes_total >> 20, "used_mb": store().object_store_bytes_used >> 20}
-        found |= {"same": job.same(expected), "steps": len(job.started[0].steps), "longest_s": job.longest_s(pinned)}
-        found |= {"reopened": status().reopened, "waiting": status().waiting, "kept_mb": status().kept_bytes >> 20}
-        if any(job.errors):
-            del pins
-            found["later"] = later(job, expected)
+        found = _pinned_under(job, status, expected)
     ray.shutdown()
     return found
 
 
+def _pinned_under(job: Job, status: Callable[[], StreamStatus], expected: Sequence[Step]) -> dict[str, Any]:
+    pins = pin()
+    pinned = time.time()
+    waiting = Waiting(status)
+    ended = job.join()
+    found = {"pinned_mb": len(pins) * PIN_BYTES >> 20, "end_s": time.time() - pinned, "ended": ended, "errors": job.errors}
+    found |= {"spilled_mb": store().spilled_bytes_total >> 20, "said": waiting.end()}
+    found |= {"same": job.same(expected), "steps": len(job.started[0].steps), "longest_s": job.longest_s(pinned)}
+    found |= {"reopened": status().reopened, "kept_mb": status().kept_bytes >> 20}
+    if any(job.errors):
+        del pins
+        found["later"] = later(job, expected)
+    return found
+
+
+class Waiting(threading.Thread):
+    """What `status` says that is waited for, as long as it runs."""
+
+    def __init__(self, status: Callable[[], StreamStatus]) -> None:
+        super().__init__(daemon=True)
+        self._status, self._over, self._said = status, threading.Event(), list[str]()
+        self.start()
+
+    def run(self) -> None:
+        while not self._over.wait(1.0):
+            said = self._status().waiting
+            if said and said not in self._said:
+                self._said.append(said)
+
+    def end(self) -> list[str]:
+        self._over.set()
+        self.join(60)
+        return self._said
+
+
+def rank_store_full(folder: Path, pick: random.Random) -> dict[str, Any]:
+    """The node of the ranks has no room for rows, neither in its store nor on its disk; there is room where rows are made."""
+    nodes = Nodes(_system_config=NO_DISK)
+    try:
+        nodes.add(2)
+        recipe, expected = a_recipe(folder)
+        with fed(recipe, folder) as status, a_job() as job:
+            eventually(lambda: job.step >= AT + pick.randrange(5), GIVE_UP_S)
+            return _pinned_under(job, status, expected)
+    finally:
+        nodes.close()
+
+
 def pin() -> list[Any]:
     """Objects in use, so many that there is room for no other."""
-    pins = []
-    room = STORE_BYTES
-    while room > 0:
-        try:
+    here = ray.get_runtime_context().get_node_id()
+    (whole,) = [node["Resources"]["object_store_memory"] for node in ray.nodes() if node["NodeID"] == here]
+    pins: list[Any] = []
+    with suppress(ObjectStoreFullError, OutOfDiskError):
+        while len(pins) * PIN_BYTES < whole:
             pins.append(ray.get(ray.put(np.zeros(PIN_BYTES // 8))))
-        except (ObjectStoreFullError, OutOfDiskError):
-            break
-        room = STORE_BYTES - len(pins) * PIN_BYTES
     return pins
 
 
@@ -184,7 +223,7 @@ def main(name: str, folder: str, seed: str) -> None:
     answer = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # Ray says on standard output which node is gone
     scenario: Callable[[Path, random.Random], dict[str, Any]] = {
-        "node": node, "store_full": store_full, "store_and_disk_full": store_and_disk_full,
+        "node": node, "rank_store_full": rank_store_full, "store_full": store_full, "store_and_disk_full": store_and_disk_full,
     }[name]  # fmt: skip
     answer.write(json.dumps(scenario(Path(folder), random.Random(f"{name} {seed}"))) + "\n")
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import ray
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
 from zephon_ray.errors import RefusedError
 from zephon_ray.feed.generations import UnknownSessionError
@@ -270,11 +271,16 @@ class Feed:
 
 
 class RayStates:
-    """Small states go with the reply, large ones once into the object store."""
+    """Small states go with the reply, large ones once into the object store, unless that is full."""
 
     def put(self, state: StreamState) -> Any:
         """What stands for a state in replies."""
-        return ray.put(state) if state_nbytes(state) > _INLINE_BYTES else state
+        if state_nbytes(state) <= _INLINE_BYTES:
+            return state
+        try:
+            return ray.put(state)
+        except (ObjectStoreFullError, OutOfDiskError):
+            return state
 
     def get(self, kept: Any) -> StreamState:
         """The state that it stands for."""
