@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ class Job:
     def longest_s(self, since: float) -> float:
         """The longest time between two steps after a moment."""
         times = [since, *(line["at"] for line in self.started[0].steps if line["at"] > since)]
-        return max((after - before for before, after in zip(times, times[1:], strict=False)), default=0.0)
+        return max((after - before for before, after in pairwise(times)), default=0.0)
 
 
 @contextmanager

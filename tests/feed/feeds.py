@@ -53,14 +53,11 @@ def serving(
     streams = {"train": recipe} | ({"validation": validation} if validation else {})
     more.setdefault("open_production", open_on_ray)
     options = FeedOptions(name=name, recipes=streams, directories={stream: f"{out}/{stream}" for stream in streams}, **more)
-    actor = (
-        ray.remote(Feed)
-        .options(
-            name=actor_name(name), namespace=NAMESPACE, lifetime="detached", max_restarts=-1, num_cpus=0, max_concurrency=1000,
-            enable_task_events=False, runtime_env={"env_vars": environment or {}},
-        )  # fmt: skip
-        .remote(options)
-    )
+    body = ray.remote(Feed).options(
+        name=actor_name(name), namespace=NAMESPACE, lifetime="detached", max_restarts=-1, num_cpus=0, max_concurrency=1000,
+        enable_task_events=False, runtime_env={"env_vars": environment or {}},
+    )  # fmt: skip
+    actor = body.remote(options)
     try:
         yield Served(name, actor)
     finally:

@@ -1,4 +1,4 @@
-"""Feeds on clusters of their own: a node dies under a lane worker, and object stores are full of what others hold. In processes of their own.
+"""Feeds on clusters of their own: a node dies under a lane worker, and object stores are full of what others hold.
 
 The script is `fault_script.py`; the seeds of its random moments are here.
 """
@@ -48,7 +48,6 @@ def test_a_node_killed_under_a_lane_worker_costs_no_row(seed: int, tmp_path: Pat
     found = scenario("node", tmp_path, seed)
     assert (found["same"], found["ended"], found["errors"]) == (True, True, [None, None]), found
     assert (found["steps"], found["reopened"] >= 1) == (STEPS, True), found
-    assert found["nodes"] == 2, "each had a lane worker"
 
 
 def test_a_store_full_of_what_others_hold_is_gone_around(tmp_path: Path) -> None:
