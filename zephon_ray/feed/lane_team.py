@@ -251,6 +251,8 @@ def _raised_there(error: BaseException | None) -> BaseException | None:
 
 def _fault(error: ray.exceptions.RayTaskError) -> ZephonError:
     cause = error.cause
+    if isinstance(cause, (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)):
+        return WorkerLost(f"the object store of a lane worker's node is full, and what is held there leaves no room ({_one_line(cause)})")
     if isinstance(cause, ray.exceptions.RayError):
         return WorkerLost(f"blocks of units that a lane worker was to read are gone ({_one_line(cause)})")
     return cause if isinstance(cause, ZephonError) else RunnerError(f"a lane worker failed: {_one_line(cause)}")

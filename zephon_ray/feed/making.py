@@ -28,6 +28,9 @@ from zephon_ray.state import Identity, StreamState
 REOPENS = 4
 """So many productions may fail one after the other without a step."""
 
+FAILING_S = 120.0
+"""After so long without a step no further production is opened, but for the first: what fails slowly is not tried so often."""
+
 _HISTORIES = 64
 _RETRY_S = 1.0
 
@@ -131,7 +134,9 @@ class Maker:
         self._placed = self._refused = False
         self._histories: dict[int, bytes] = {}
         self._before = _NOTHING
-        self._failures = 0
+        self._failures, self._began = 0, 0.0
+        self.failing: str | None = None
+        """Why there was no step since, in words, where a production failed."""
         self.reopened = 0
         """How often a production failed, and another took its place."""
         self.waiting: str | None = None
@@ -271,6 +276,8 @@ class Maker:
             self.drop()
 
     def _produced(self) -> Produced | None:
+        if not self._failures:
+            self._began = time.monotonic()
         try:
             if self._production is None:
                 recorded = self.patiently(lambda: self._writer.recorded(self._state))
@@ -279,16 +286,18 @@ class Maker:
         except (UserError, DifferenceError, StorageError):
             raise
         except Exception as error:  # counted in `reopened`, and raised where it lasts
-            if self._failures >= REOPENS or not self._pause(self._failures):
-                self._failures = 0  # whoever tries again, tries as often
+            often = self._failures >= REOPENS or (self._failures and time.monotonic() - self._began > FAILING_S)
+            if often or not self._pause(self._failures):
+                self._failures, self.failing = 0, None  # whoever tries again, tries as often
                 raise error if isinstance(error, RunnerError) else RunnerError(f"steps cannot be made: {error}") from error
             _log.warning("production failed after step %s, another one is opened: %s", self.position, error)
             self._failures += 1
             self.reopened += 1
+            self.failing = f"production failed {self._failures} times after step {self.position}, the last: {error}"
             with suppress(Exception):  # what failed may fail at its end too
                 self.drop()
             raise ProductionLostError(str(error)) from error
-        self._failures = 0
+        self._failures, self.failing = 0, None
         return produced
 
 

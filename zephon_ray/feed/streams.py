@@ -359,7 +359,8 @@ class FeedStream:
         if self._maker is None:
             return "its data are looked at"
         absent, _ = self._generations.awaited()
-        return self._maker.waiting or (f"ranks {', '.join(map(str, absent[:8]))} have not come yet" if absent else None)
+        missing = f"ranks {', '.join(map(str, absent[:8]))} have not come yet" if absent else None
+        return self._maker.waiting or self._maker.failing or missing
 
     # --- the thread ------------------------------------------------------------------------------------------------------
 
