@@ -33,6 +33,8 @@ STEPS = 80
 AT = 10
 MINUTE_S = 60.0
 SAVE_EVERY = 5
+START_S = 200.0
+"""For a feed, its lane workers and its first units, on a machine that does other things too."""
 SLACK_S = 60.0
 """For a store's own retries, the 10 s in which lines wait to be written to one, and a machine that does other things too."""
 DISK_BYTES = 512 << 10
@@ -120,7 +122,7 @@ def place(request: pytest.FixtureRequest, recipe: Recipe, tmp_path: Path) -> Ite
 
 
 def a_job(incarnation: str = "run:0", **more: object) -> list[Rank]:
-    job = [Rank("dir", r, 2, STEPS, incarnation, pace_s=0.05, save_every=SAVE_EVERY, **more) for r in range(2)]
+    job = [Rank("dir", r, 2, STEPS, incarnation, pace_s=0.05, save_every=SAVE_EVERY, reconnect_s=START_S, **more) for r in range(2)]
     for rank in job:
         threading.Thread(target=rank.read, daemon=True).start()
     return job
@@ -138,7 +140,8 @@ def ended(job: list[Rank], limit_s: float) -> None:
 
 def refused(served: Served, place: Place, job: list[Rank]) -> float:
     """Let the directory refuse; when `status` says so, give the time since."""
-    eventually(lambda: taken(job) >= AT, 120)
+    eventually(lambda: taken(job) >= AT or any("error" in rank.lines[-1] for rank in job if rank.lines), START_S)
+    assert taken(job) >= AT, [rank.lines[-1:] for rank in job]
     place.refuse(served)
     began = time.monotonic()
     said = eventually(lambda: served.status.streams["train"].waiting, SLACK_S)

@@ -293,7 +293,7 @@ class Maker:
             _log.warning("production failed after step %s, another one is opened: %s", self.position, error)
             self._failures += 1
             self.reopened += 1
-            self.failing = f"production failed {self._failures} times after step {self.position}, the last: {error}"
+            self.failing = f"production failed after step {self.position}, attempt {self._failures} of {REOPENS + 1}: {error}"
             with suppress(Exception):  # what failed may fail at its end too
                 self.drop()
             raise ProductionLostError(str(error)) from error
