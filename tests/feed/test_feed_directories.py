@@ -140,8 +140,11 @@ def ended(job: list[Rank], limit_s: float) -> None:
 
 def refused(served: Served, place: Place, job: list[Rank]) -> float:
     """Let the directory refuse; when `status` says so, give the time since."""
-    eventually(lambda: taken(job) >= AT or any("error" in rank.lines[-1] for rank in job if rank.lines), START_S)
-    assert taken(job) >= AT, [rank.lines[-1:] for rank in job]
+    deadline = time.monotonic() + START_S
+    while taken(job) < AT:
+        assert time.monotonic() < deadline, (served.status, [rank.lines[-1:] for rank in job])
+        assert not any("error" in line for rank in job for line in rank.lines[-1:]), [rank.lines[-1] for rank in job]
+        time.sleep(0.1)
     place.refuse(served)
     began = time.monotonic()
     said = eventually(lambda: served.status.streams["train"].waiting, SLACK_S)
