@@ -130,8 +130,8 @@ def texts_of_rows(block: RowBlock, max_bytes: int, left_out: LeftOut) -> Texts:
     texts: list[pa.LargeStringArray] = []
     at = 0
     for values in block.values:
-        sizes = value_sizes(values)
         raw = values.cast(pa.large_binary())
+        sizes = _lengths(raw)
         strings = _checked(raw) if not len(sizes) or sizes.max() <= max_bytes else None
         if strings is None:
             texts.append(_with_care(raw, sizes, block, at, max_bytes, left_out))
@@ -141,6 +141,16 @@ def texts_of_rows(block: RowBlock, max_bytes: int, left_out: LeftOut) -> Texts:
             texts.append(strings.filter(pa.array(sizes > 0)) if empty else strings)
         at += len(values)
     return Texts.join(texts)
+
+
+def _lengths(raw: pa.LargeBinaryArray) -> npt.NDArray[np.int64]:
+    """Bytes of each value, 0 for null: int64 [rows]."""
+    if not len(raw):
+        return np.zeros(0, np.int64)
+    offsets = np.frombuffer(raw.buffers()[1], np.int64)[raw.offset : raw.offset + len(raw) + 1]
+    sizes = offsets[1:] - offsets[:-1]
+    # What lies under a null counts for nothing.
+    return np.where(np.asarray(raw.is_valid(), np.bool_), sizes, 0) if raw.null_count else sizes
 
 
 def _checked(raw: pa.LargeBinaryArray) -> pa.LargeStringArray | None:

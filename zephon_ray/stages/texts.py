@@ -87,7 +87,7 @@ class Texts:
     @property
     def sizes(self) -> I64:
         """UTF-8 bytes of each text, int64 [texts]."""
-        return np.diff(self._offsets)
+        return self._offsets[1:] - self._offsets[:-1]
 
     def strings(self, first: int = 0, end: int | None = None) -> list[str]:
         """Texts `first` to `end`, by default all, as Python has them."""
@@ -99,6 +99,8 @@ class Texts:
 
     def chunks(self, size: int) -> Iterator[tuple[int, int]]:
         """Ranges of texts, in order, of about `size` bytes each: a text belongs to the one in which its first byte lies."""
+        if self.nbytes <= size:
+            return iter([(0, len(self))] if len(self) else [])
         edges = np.flatnonzero(np.diff((self._offsets[:-1] - self._offsets[0]) // size, prepend=-1))
         return pairwise([*edges.tolist(), len(self)])
 

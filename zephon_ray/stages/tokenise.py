@@ -211,7 +211,7 @@ def _documents(encoded: Encoded, bos: int | None, eos: int | None) -> tuple[npt.
     Returns:
         (flat uint32 ids, int64 offsets [documents + 1], how many were left out)
     """
-    ids, sizes = encoded.ids, np.diff(encoded.offsets)
+    ids, sizes = encoded.ids, encoded.sizes
     around = (bos is not None) + (eos is not None)
     kept = sizes + around >= 2
     short = len(sizes) - int(np.count_nonzero(kept))

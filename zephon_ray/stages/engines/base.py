@@ -31,25 +31,26 @@ class Encoded:
 
     Args:
         ids: uint32 [n], of all texts end to end.
-        offsets: int64 [texts + 1]; text i is `ids[offsets[i]:offsets[i + 1]]`.
+        sizes: int64 [texts], ids of each.
     """
 
     ids: U32
-    offsets: I64
+    sizes: I64
 
     @classmethod
-    def of(cls, ids: Sequence[U32], sizes: Sequence[I64]) -> Encoded:
-        """From parts: ids end to end, and how many each text has."""
-        counts = np.concatenate(sizes) if sizes else np.empty(0, np.int64)
-        offsets = np.zeros(len(counts) + 1, np.int64)
-        np.cumsum(counts, out=offsets[1:])
-        return cls(ids=np.concatenate(ids) if ids else np.empty(0, np.uint32), offsets=offsets)
+    def join(cls, parts: Sequence[Encoded]) -> Encoded:
+        """Parts, one after the other; of a single one nothing is copied."""
+        if len(parts) == 1:
+            return parts[0]
+        nothing = cls(ids=np.empty(0, np.uint32), sizes=np.empty(0, np.int64))
+        return cls(ids=np.concatenate([p.ids for p in (nothing, *parts)]), sizes=np.concatenate([p.sizes for p in (nothing, *parts)]))
 
     def __len__(self) -> int:
-        return len(self.offsets) - 1
+        return len(self.sizes)
 
     def of_text(self, number: int) -> U32:
-        return self.ids[self.offsets[number] : self.offsets[number + 1]]
+        first = int(self.sizes[:number].sum())
+        return self.ids[first : first + int(self.sizes[number])]
 
 
 class Engine(Protocol):

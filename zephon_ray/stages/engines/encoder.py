@@ -72,7 +72,8 @@ class Encoder:
         except Exception as error:  # noqa: BLE001  whatever befalls a guest, the reference goes on
             self._give_up(fast, key, f"failed ({error})")
             return self._reference.encode(texts), True
-        chosen = np.flatnonzero(extend_key64(key64(ENGINE_CHECK, *key), np.arange(len(texts))) % np.uint64(CHECKED_SHARE) == 0).tolist()
+        keys = extend_key64(key64(ENGINE_CHECK, *key), np.arange(len(texts)))
+        chosen = (keys % np.uint64(CHECKED_SHARE) == 0).nonzero()[0].tolist()
         if (wrong := self._differing(encoded, texts, chosen)) is not None:
             self._give_up(fast, key, f"gave other ids than the reference for text {wrong}")
             return self._reference.encode(texts), True
@@ -125,6 +126,8 @@ class Encoder:
         expected = self._reference.encode(texts if whole else Texts.of([texts.strings(n, n + 1)[0] for n in chosen]))
         if len(encoded) != len(texts):
             return 0
+        if whole and np.array_equal(encoded.sizes, expected.sizes) and np.array_equal(encoded.ids, expected.ids):
+            return None
         return next((n for i, n in enumerate(chosen) if not np.array_equal(encoded.of_text(n), expected.of_text(i))), None)
 
     def _give_up(self, fast: Engine, key: UnitKey, what: str) -> None:

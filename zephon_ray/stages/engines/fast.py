@@ -10,7 +10,7 @@ from importlib.metadata import version
 
 import numpy as np
 
-from zephon_ray.stages.engines.base import CHUNK_BYTES, I64, U32, Encoded, EngineUnfitError
+from zephon_ray.stages.engines.base import CHUNK_BYTES, I64, Encoded, EngineUnfitError
 from zephon_ray.stages.texts import Texts
 
 LEAST_VERSION = (0, 3, 5)
@@ -54,11 +54,9 @@ class FastEngine:
         Raises:
             Exception: a text that it cannot encode.
         """
-        ids: list[U32] = []
-        sizes: list[I64] = []
-        for first, end in texts.chunks(CHUNK_BYTES):
-            flat, offsets = self._tokenizer.encode_batch_flat(texts.strings(first, end), split_special_tokens=self._plain)
-            ids.append(np.frombuffer(flat, np.uint32))
-            ends: I64 = np.frombuffer(offsets, np.int64)
-            sizes.append(ends[1:] - ends[:-1])
-        return Encoded.of(ids, sizes)
+        return Encoded.join([self._encode(texts.strings(first, end)) for first, end in texts.chunks(CHUNK_BYTES)])
+
+    def _encode(self, strings: list[str]) -> Encoded:
+        ids, offsets = self._tokenizer.encode_batch_flat(strings, split_special_tokens=self._plain)
+        ends: I64 = np.frombuffer(offsets, np.int64)
+        return Encoded(ids=np.frombuffer(ids, np.uint32), sizes=ends[1:] - ends[:-1])
