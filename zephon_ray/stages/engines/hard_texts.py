@@ -16,6 +16,8 @@ _PIECES = (
 _RANDOM_TEXTS, _RANDOM_PIECES = 250, 40
 _RUNS = (1, 2, 3, 7, 64, 1000)
 _PER_CLASS = 6
+_RARE = (0x2028, 0x2029, 0x488, 0x20DD)
+"""Of categories that hold too few code points to be met by chance."""
 _SHARED_BYTES = 5000
 """Length of a beginning that texts share: an engine that remembers the last text's splits must not reuse one that the rest changes."""
 
@@ -33,7 +35,7 @@ def _of_classes() -> list[str]:
     """Code points of every general category: each alone between letters, doubled, and those of a category in a row."""
     classes: dict[str, list[str]] = {}
     # A stride that is prime to the sizes of Unicode's blocks meets all of them.
-    for code in [*range(0x250), *range(0x250, sys.maxunicode + 1, 61)]:
+    for code in [*range(0x250), *_RARE, *range(0x250, sys.maxunicode + 1, 61)]:
         category = unicodedata.category(chr(code))
         if category != "Cs":
             classes.setdefault(category, []).append(chr(code))
