@@ -94,7 +94,7 @@ def connect(address: str | None) -> Cluster:
 
     Raises:
         UserError: the address is none.
-        RunnerError: it does not answer, refuses us, or is not that of the cluster that this process is in.
+        RunnerError: it does not answer, refuses us, or is not that of the cluster that this process is in; or Ray does not start here.
     """
     with _membership.lock:
         _hush()
@@ -106,8 +106,7 @@ def connect(address: str | None) -> Cluster:
             return Cluster(ours=ours)
         with _quiet():
             if address is None:
-                cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-                ray.init(address="local", num_cpus=max(1, cpus), include_dashboard=False, **_SILENT)
+                _start()
             else:
                 _join(address)
         _membership.holders = 1
@@ -129,6 +128,17 @@ def join(address: str | None) -> Cluster:
         if address is None:
             raise UserError("which cluster? Give its address, as `ray start --head` prints it (host:port), or set RAY_ADDRESS")
     return connect(address)
+
+
+def _start() -> None:
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        ray.init(address="local", num_cpus=max(1, cpus), include_dashboard=False, **_SILENT)
+    except Exception as error:
+        raise RunnerError(
+            f"Ray does not start on this machine: {_explained(error)}. Where the machine was too busy to start it in Ray's 30 s, try again;"
+            " or use the runner 'threads', which does without"
+        ) from error
 
 
 def _join(address: str) -> None:

@@ -1,6 +1,6 @@
 """The fast engine: fastokens, which reads byte-level BPE tokenizers and gives ids as buffers, a hundred times cheaper than the reference.
 
-Why it and no other: `docs/decisions/0007-engines.md`.
+Why it and no other: `docs/decisions/0009-engines.md`.
 """
 
 from __future__ import annotations
