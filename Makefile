@@ -9,7 +9,7 @@ INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check bench format clean
+.PHONY: help demo test test-all check bench soak format clean
 
 help:
 	@echo 'make demo      set up, then run the pipeline on real text, on Ray, and show that it can be resumed bit for bit'
@@ -17,6 +17,7 @@ help:
 	@echo 'make test-all  the tests with their long forms'
 	@echo 'make check     ruff, mypy --strict, import-linter, pip check'
 	@echo 'make bench     the measurements, one after the other; keep the machine idle'
+	@echo 'make soak      20 minutes of a feed under slow ranks, and whether anything grows (SOAK_SECONDS=60 for a look)'
 	@echo 'make format    let ruff format and mend what it can'
 	@echo 'make clean     remove what the tools and the demo left (not $(VENV))'
 
@@ -31,6 +32,9 @@ test-all: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-dev
 	$(PYTEST) --capture no --timeout 3600 -m bench tests
+
+soak: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.bench.soak
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check

@@ -6,7 +6,7 @@ a step is asked for, so a chunk of many steps costs no memory beyond its plan an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,15 +14,10 @@ import numpy.typing as npt
 
 from zephon_ray.hashing import digest128
 from zephon_ray.plan.dealing import Dealer, SourceStart
-from zephon_ray.plan.packing import PADDING, Segments
-from zephon_ray.plan.pieces import I64, Pieces, within
-from zephon_ray.pools import I32, SHORT
-
-IGNORE = -100
-"""Label of a padding pair, which PyTorch's cross entropy leaves out by default."""
-
-_FEW = 8  # segments a pool above which it does
-_BLOCK = 1 << 15  # pairs gathered at a time, so that the indices stay in the cache
+from zephon_ray.plan.packing import Segments
+from zephon_ray.plan.pieces import I64, Pieces
+from zephon_ray.pools import I32
+from zephon_ray.row_plan import RowPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,29 +137,28 @@ class Chunk:
         lanes: range,
     ) -> None:
         self.steps, self.lanes = steps, lanes
-        self._span, self._rows, self._row_pairs = rows_per_lane * row_pairs, rows_per_lane, row_pairs
-        self._pools, self._pad_id, self._wraps = pools, pad_id, wraps
+        self._span, self._row_pairs, self._wraps = rows_per_lane * row_pairs, row_pairs, wraps
         mine = slice(lanes.start, lanes.stop)
         self._ends = [
             _End(source=d.source, times=d.end_times[mine], window=d.next_window) for d in dealers if d.end_times is not None and not stops
         ]
-        step = segments["at"] // self._span
-        order = np.argsort(step, kind="stable")
-        self._segments, self._segment_edges = segments[order], np.searchsorted(step[order], np.arange(steps + 1))
+        self._rows = RowPlan(segments, pools, steps=steps, rows_per_lane=rows_per_lane, row_pairs=row_pairs, pad_id=pad_id)
         self._plan_standing(pieces)
         self._plan_counts(pieces, begun_pairs, len(dealers))
         self._plan_open(pieces)
         self._standing, self._next = standing, 0
 
-    # ---- the plan of what each step changes
+    # ---- the plan of what each step changes. Columns are made once a chunk: a step takes slices of them, however few pieces it has.
 
     def _plan_standing(self, pieces: Pieces) -> None:
         begun, done = pieces["begun"] // self._span, -(-pieces["done"] // self._span) - 1
         steps = np.arange(self.steps + 1)
-        self._pieces = pieces
-        self._by_done, self._by_begun = np.argsort(done, kind="stable"), np.argsort(begun, kind="stable")
-        self._done_edges = np.searchsorted(done[self._by_done], steps)
-        self._begun_edges = np.searchsorted(begun[self._by_begun], steps)
+        by_done, by_begun = np.argsort(done, kind="stable"), np.argsort(begun, kind="stable")
+        self._done_edges = np.searchsorted(done[by_done], steps).tolist()
+        self._begun_edges = np.searchsorted(begun[by_begun], steps).tolist() if self._wraps else self._done_edges
+        by_begun = by_begun if self._wraps else by_done
+        self._done = tuple(pieces[name][by_done] for name in ("source", "lane", "next_window", "next_index"))
+        self._begun = tuple(pieces[name][by_begun] for name in ("source", "lane", "count", "virtual_time"))
 
     def _plan_counts(self, pieces: Pieces, begun_pairs: I64, sources: int) -> None:
         """Pairs begun and newest windows used, int64 [steps + 1, sources]: row t is after the chunk's first t steps."""
@@ -206,14 +200,15 @@ class Chunk:
 
     def _after(self, before: Standing, first: int, end: int) -> Standing:
         """The standing after steps first..end-1."""
-        s, pieces = before.copy(), self._pieces
-        done = self._by_done[self._done_edges[first] : self._done_edges[end]]
-        begun = self._by_begun[self._begun_edges[first] : self._begun_edges[end]] if self._wraps else done
-        at = pieces["source"][done], pieces["lane"][done]
-        s.windows[at], s.indices[at] = pieces["next_window"][done], pieces["next_index"][done]  # the last of a lane wins, says numpy
-        source, lane = pieces["source"][begun], pieces["lane"][begun]
-        s.counts[source, lane] = pieces["count"][begun]
-        s.last_time[lane], s.last_source[lane] = pieces["virtual_time"][begun], source
+        s = before.copy()
+        done, begun = slice(self._done_edges[first], self._done_edges[end]), slice(self._begun_edges[first], self._begun_edges[end])
+        source, lane, window, index = (column[done] for column in self._done)
+        s.windows[source, lane], s.indices[source, lane] = window, index  # the last of a lane wins, says numpy
+        source, lane, count, time = (column[begun] for column in self._begun)
+        s.counts[source, lane] = count
+        s.last_time[lane], s.last_source[lane] = time, source
+        if not self._ends:
+            return s
         lanes = np.arange(len(self.lanes))
         for end_of in self._ends:
             left = end_of.left_by(s.last_time, s.last_source, lanes)
@@ -229,10 +224,10 @@ class Chunk:
             rows: int32 [rows, 3, sequence_length], contiguous; is filled with inputs, labels and positions, lane by lane.
         """
         step = self._next
-        padding = self._fill_rows(step, rows.reshape(-1))
+        padding = self._rows.fill(step, rows)
         self._standing, self._next = self._after(self._standing, step, step + 1), step + 1
         return StepRows(
-            digests=tuple(digest128(row) for row in rows),
+            digests=tuple(map(digest128, rows)),
             padding=padding,
             standing=self._standing,
             open_source=self._open_source[step + 1],
@@ -246,62 +241,3 @@ class Chunk:
     def left(self) -> int:
         """Steps that are still to be made."""
         return self.steps - self._next
-
-    def _fill_rows(self, step: int, line: I32) -> int:
-        """Fill the line of all the rows' numbers; returns its pairs of padding."""
-        parts = self._segments[self._segment_edges[step] : self._segment_edges[step + 1]]
-        at = parts["at"] - step * self._span
-        row = parts["lane"].astype(np.int64) * self._rows + at // self._row_pairs
-        to = row * (3 * self._row_pairs) + at % self._row_pairs
-        padding = parts["pool"] == PADDING
-        self._pad(line, parts["pairs"][padding], to[padding])
-        padded = int(parts["pairs"][padding].sum())
-        if padded:
-            parts, to = parts[~padding], to[~padding]
-        if line.size < len(parts) * 3 * SHORT:
-            self._gather(line, parts, to)
-        else:
-            self._copy(line, parts, to)
-        return padded
-
-    def _copy(self, line: I32, parts: Segments, to: I64) -> None:
-        """One slice copy a segment and array: the least work where segments are long."""
-        t, count, pools = self._row_pairs, np.arange(self._row_pairs, dtype=np.int32), self._pools
-        columns = (parts["pool"].tolist(), parts["start"].tolist(), parts["pairs"].tolist(), to.tolist())
-        for pool, start, n, a in zip(*columns, strict=True):
-            ids, end = pools[pool], a + n
-            line[a:end] = ids[start : start + n]
-            line[a + t : end + t] = ids[start + 1 : start + 1 + n]
-            line[a + 2 * t : end + 2 * t] = count[:n]
-
-    def _gather(self, line: I32, parts: Segments, to: I64) -> None:
-        """Many segments of a pool at once: no Python a segment, where they are short."""
-        t = self._row_pairs
-        for first, end in _blocks(parts["pairs"]):
-            block = parts[first:end]
-            pools = np.unique(block["pool"]).tolist()
-            if len(block) < len(pools) * _FEW:
-                self._copy(line, block, to[first:end])
-                continue
-            for pool in pools:
-                of = block["pool"] == pool
-                n, ids = block["pairs"][of], self._pools[pool]
-                count = within(n)
-                source, target = np.repeat(block["start"][of], n) + count, np.repeat(to[first:end][of], n) + count
-                line[target] = ids[source]
-                line[target + t] = ids[source + 1]
-                line[target + 2 * t] = count
-
-    def _pad(self, line: I32, pairs: I64, to: I64) -> None:
-        t = self._row_pairs
-        for first, end in _blocks(pairs):
-            count = within(pairs[first:end])
-            target = np.repeat(to[first:end], pairs[first:end]) + count
-            line[target], line[target + t], line[target + 2 * t] = self._pad_id, IGNORE, count
-
-
-def _blocks(pairs: I64) -> Iterator[tuple[int, int]]:
-    """(first, end) of runs of segments of about `_BLOCK` pairs."""
-    edges = np.searchsorted(np.cumsum(pairs), np.arange(_BLOCK, int(pairs.sum()) + _BLOCK, _BLOCK), side="left") + 1
-    ends = np.unique(np.minimum(edges, len(pairs))).tolist() if len(pairs) else []
-    return zip([0, *ends], ends, strict=False)

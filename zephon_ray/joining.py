@@ -5,16 +5,17 @@ Groups may be any contiguous ranges of lanes; which they are cannot change what 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain as end_to_end
 
 import numpy as np
 
-from zephon_ray.batches import fold
+from zephon_ray.batches import GlobalStep, fold
 from zephon_ray.errors import RunnerError
 from zephon_ray.lane_blocks import LaneBlock, LanesState
+from zephon_ray.ledger.line import LeftOutCounts, WindowUse
 from zephon_ray.plan.dealing import SourceStart
 from zephon_ray.plan.pieces import I64
 
@@ -83,6 +84,21 @@ def join_blocks(previous_chain: bytes, blocks: Sequence[LaneBlock]) -> JoinedSte
             open_source=_lane_by_lane([b.open_source for b in blocks]),
             open_used=_lane_by_lane([b.open_used for b in blocks]),
         ),
+    )
+
+
+def step_of(joined: JoinedStep, windows: Mapping[int, tuple[WindowUse, ...]], left_out: Mapping[int, LeftOutCounts]) -> GlobalStep:
+    """The step, with what the supplies say of it: the windows that it is the first to use, and what was left out of them."""
+    return GlobalStep(
+        step=joined.step,
+        row_digests=joined.row_digests,
+        digest=joined.digest,
+        chain=joined.chain,
+        pairs=tuple(joined.pairs.tolist()),
+        padding=joined.padding,
+        windows=windows,
+        left_out=left_out,
+        lanes=joined.lanes,
     )
 
 

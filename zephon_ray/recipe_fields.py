@@ -240,6 +240,8 @@ class ExecutionSpec(Fields):
 
     Attributes:
         runner: who reads and tokenises.
+        engine: what makes ids of texts: "auto": the fast one where it gives the reference's ids in every check, else the reference;
+            "hf": the reference, Hugging Face's tokenizers; "fast": the fast one, or an error.
         workers: how many of them.
         lane_workers: actors that hold the lanes on Ray.
         prefetch_steps: global batches made ahead of the trainer, at least 0.
@@ -250,6 +252,7 @@ class ExecutionSpec(Fields):
     """
 
     runner: Literal["ray", "processes", "threads", "inline"] = "ray"
+    engine: Literal["auto", "hf", "fast"] = "auto"
     workers: WorkersSpec = WorkersSpec()
     lane_workers: Count = 1
     prefetch_steps: Annotated[int, Field(ge=0, lt=1 << 31)] = 8

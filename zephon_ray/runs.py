@@ -130,6 +130,8 @@ def produce(
                 made.stats = stream.stats()
                 cpu.look(now=True)
     if writer:
+        if made.stats and made.stats.remade:
+            writer.directory.audit("engine_fault", remade=made.stats.remade)  # not the ledger's: it depends on who made which units
         writer.directory.audit("stopped", step=made.last_step, ended=made.ended)
     return made.summary(time.monotonic() - began, cpu.seconds(), cpu_elsewhere=address is not None and made.stats is not None)
 

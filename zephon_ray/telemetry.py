@@ -6,10 +6,12 @@ dashboards are checked against it, and `feed.metrics` sets them.
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,6 +87,43 @@ class Process:
     born: int
     cpu_seconds: float
     waited_seconds: float
+
+
+QUIET_S = 60.0
+
+
+class OneAMinute(logging.Filter):
+    """Lets one record pass in `QUIET_S`, and with it says how many it held back; errors always pass.
+
+    Args:
+        clock: seconds, never going back.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock, self._until, self._held = clock, -math.inf, 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a record may pass."""
+        now = self._clock()
+        if now < self._until and record.levelno < logging.ERROR:
+            self._held += 1
+            return False
+        if self._held:
+            record.msg, record.args = f"{record.getMessage()} ({self._held} lines since the last one were left out)", ()
+        self._until, self._held = now + QUIET_S, 0
+        return True
+
+
+def quieten() -> None:
+    """In a process that nobody looks at all the time: warnings and errors of ours to stderr, at most `OneAMinute`. Again does nothing."""
+    ours = logging.getLogger(__name__.partition(".")[0])
+    if not ours.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handler.addFilter(OneAMinute())
+        ours.addHandler(handler)
+        ours.propagate = False
 
 
 def descendants() -> list[Process]:

@@ -21,7 +21,8 @@ def main() -> None:
     parser.add_argument("--harness", type=Path, required=True)
     for name in ("data", "tok", "scratch", "out"):
         parser.add_argument(f"--{name}", required=True)
-    parser.add_argument("--beside", default="limit hf 1thr", help="comma-separated lines of the harness's plans")
+    parser.add_argument("--beside", default="limit hf 1thr,limit fastokens 1thr", help="comma-separated lines of the harness's plans")
+    parser.add_argument("--only", help="comma-separated lines, for a look at few")
     parser.add_argument("--lanes", type=int, nargs="*", default=[], help="compare these numbers of lanes only (each divides --batch)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seq", type=int, default=2048)
@@ -42,12 +43,15 @@ def main() -> None:
 
     lines = [(name, known[name]) for name in args.beside.split(",")]
     lines += [
+        ("ours threads hf", ours("threads", engine="hf")),
         ("ours threads", ours("threads")),
         ("ours threads jsonl", ours("threads", fmt="jsonl")),
         ("ours threads jsonl.zst", ours("threads", fmt="jsonl.zst")),
         ("ours processes", ours("processes")),
         ("ours inline", ours("inline")),
     ]
+    if args.only:
+        lines = [line for line in lines if line[0] in args.only.split(",")]
     if args.lanes:
         lines = [(f"{lanes} lanes", ours("threads", lanes=lanes)) for lanes in args.lanes]
     plans.PLANS["ours"] = lines

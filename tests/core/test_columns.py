@@ -12,7 +12,7 @@ from tests.reading import a_source, as_arrow, as_parquet, flat, manifest_of, put
 from zephon_ray.errors import SourceError
 from zephon_ray.stages.columns import value_sizes
 from zephon_ray.stages.reading import UnitReader
-from zephon_ray.stages.texts import digest_texts
+from zephon_ray.stages.texts import Texts
 from zephon_ray.stages.tokenise import UnitTokeniser, make_options
 from zephon_ray.stages.unit import UnitTask
 from zephon_ray.storage import Storage
@@ -38,8 +38,8 @@ def test_the_kind_of_string_cannot_be_seen_in_the_units(tmp_path: Path, kind: st
     data = as_parquet(pa.table(batch)) if ending == "parquet" else as_arrow(batch)
     put(tmp_path / f"a.{ending}", data)
     ((unit,),) = read_units(a_source(tmp_path, f"a.{ending}"))
-    digest, sizes = digest_texts([text for text in texts if text])
-    assert (unit.digest, unit.text_bytes, unit.empty, unit.bad) == (digest, int(sizes.sum()), sum(not text for text in texts), 0)
+    kept = Texts.of([text for text in texts if text])
+    assert (unit.digest, unit.text_bytes, unit.empty, unit.bad) == (kept.digest(), kept.nbytes, sum(not text for text in texts), 0)
     assert flat(read_texts(a_source(tmp_path, f"a.{ending}"), tmp_path)) == [text for text in texts if text]
     sliced = values.slice(13, 20)
     assert value_sizes(sliced).tolist() == [len((text or "").encode()) for text in texts[13:33]]

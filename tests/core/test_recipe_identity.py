@@ -61,6 +61,7 @@ WHERE_AND_HOW = {
     "tokenizer.path": "s3://elsewhere/t.json",
     "sources[0].uri": "s3://elsewhere/x",
     "execution.runner": "inline",
+    "execution.engine": "hf",
     "execution.workers.min": 2,
     "execution.workers.max": 99,
     "execution.workers.num_cpus": 2.5,

@@ -17,6 +17,7 @@ from tests.reading import a_source, byte_tokenizer, gz, json_lines, manifest_of,
 from zephon_ray.errors import RecipeError, SourceError
 from zephon_ray.hashing import sha256_hex
 from zephon_ray.stages import tokenise
+from zephon_ray.stages.engines import fast, hf
 from zephon_ray.stages.tokenise import UnitTokeniser, make_options
 from zephon_ray.stages.unit import TokenisedUnit, UnitTask
 
@@ -81,7 +82,8 @@ def test_the_size_of_a_tokenizer_call_cannot_be_seen(tmp_path: Path, monkeypatch
     texts = [f"document {i} " * (i % 30 + 1) for i in range(200)]
     whole = one_unit(tmp_path, texts)
     for size in (1, 50, 1000):
-        monkeypatch.setattr(tokenise, "CHUNK_BYTES", size)
+        monkeypatch.setattr(hf, "CHUNK_BYTES", size)
+        monkeypatch.setattr(fast, "CHUNK_BYTES", size)
         assert one_unit(tmp_path, texts).to_arrow().equals(whole.to_arrow())
 
 
@@ -170,7 +172,9 @@ def test_counters_count_what_was_done(tmp_path: Path) -> None:
     read_units(recipe, tokeniser)
     read_units(recipe, tokeniser)
     text_bytes = sum(len(text.encode()) for text in TEXTS)
-    assert tokeniser.counters == tokenise.TokeniserCounters(units=2, text_bytes=2 * text_bytes, skipped_bytes=0, bytes_read=2 * len(data))
+    assert tokeniser.counters == tokenise.TokeniserCounters(
+        units=2, text_bytes=2 * text_bytes, skipped_bytes=0, bytes_read=2 * len(data), remade=0
+    )
 
 
 def test_a_unit_of_a_file_that_is_gone_is_an_error_and_the_next_one_is_read(tmp_path: Path) -> None:

@@ -46,15 +46,18 @@ class Served:
 
 
 @contextmanager
-def serving(name: str, recipe: Recipe, out: Path, validation: Recipe | None = None, **more: Any) -> Iterator[Served]:
+def serving(
+    name: str, recipe: Recipe, out: Path | str, validation: Recipe | None = None, environment: dict[str, str] | None = None, **more: Any
+) -> Iterator[Served]:
+    """A feed as an actor. Its streams have the folders `train` and `validation` in `out`; its process also has what `environment` says."""
     streams = {"train": recipe} | ({"validation": validation} if validation else {})
     more.setdefault("open_production", open_on_ray)
-    options = FeedOptions(name=name, recipes=streams, directories={stream: str(out / stream) for stream in streams}, **more)
-    actor = (
-        ray.remote(Feed)
-        .options(name=actor_name(name), namespace=NAMESPACE, lifetime="detached", max_restarts=-1, num_cpus=0, max_concurrency=1000)
-        .remote(options)
-    )
+    options = FeedOptions(name=name, recipes=streams, directories={stream: f"{out}/{stream}" for stream in streams}, **more)
+    body = ray.remote(Feed).options(
+        name=actor_name(name), namespace=NAMESPACE, lifetime="detached", max_restarts=-1, num_cpus=0, max_concurrency=1000,
+        enable_task_events=False, runtime_env={"env_vars": environment or {}},
+    )  # fmt: skip
+    actor = body.remote(options)
     try:
         yield Served(name, actor)
     finally:

@@ -27,6 +27,8 @@ def main(order: dict[str, Any]) -> None:
             while feed.step < order["last"] and (batch := next(feed, None)) is not None:
                 rows = [row.hex() for row in row_digests(batch)]
                 say(step=batch.step, digest=batch.digest.hex(), chain=batch.chain.hex(), rows=rows, at=time.time())
+                if feed.step % order.get("save_every", sys.maxsize) == 0:
+                    say(saved=feed.step, state=feed.state_dict()[STATE_KEY].hex())
                 del batch
                 time.sleep(order.get("pace_s", 0.0))  # as if it trained
             say(state=feed.state_dict()[STATE_KEY].hex())

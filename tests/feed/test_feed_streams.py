@@ -54,7 +54,7 @@ class Served:
     """A stream, and ranks that take from it."""
 
     def __init__(self, recipe: Recipe, out: Path | str, production: Callable[..., Any], **more: Any) -> None:
-        self.changes = threading.Condition()
+        self.changes, self.limit_s = threading.Condition(), LIMIT_S
         options = StreamOptions(
             name="train", recipe=recipe, out=str(out), open_production=production, states=Local(),
             hot_bytes=more.pop("hot_bytes", 1 << 30), keep_steps=more.pop("keep_steps", 2), patience_s=more.pop("patience_s", 5.0),
@@ -68,7 +68,7 @@ class Served:
 
     def until(self, what: Callable[[], Any]) -> Any:
         """What it gives once it is true."""
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + self.limit_s
         with self.changes:
             while not (found := what()):
                 assert time.monotonic() < deadline, "it did not come in time"
@@ -278,16 +278,66 @@ def test_lost_rows_are_made_again_once(recipe: Recipe, expected: list[GlobalBatc
         other = ranks[1].take(lost=lost)  # it had the same reference: that step was made again already
         assert other
         assert same(other, expected[3], 1, 2)
-    assert len(here.opened) == 2, "made again once, from where the slowest rank is known to be"
+    assert here.opened == [0, 3], "made again once, and what lies before it is kept"
 
 
-def test_production_that_fails_is_replaced_from_the_last_step(recipe: Recipe, expected: list[GlobalBatch], tmp_path: Path) -> None:
+def test_rows_lost_under_a_rewind_make_it_cold_and_no_step_is_missing(recipe: Recipe, expected: list[GlobalBatch], tmp_path: Path) -> None:
+    here = Here()
+    with serving(recipe, tmp_path / "out", here) as served:
+        rank = served.rank()
+        steps = rank.steps(20)
+        again = served.rank(incarnation="run:1", state=rank.state(steps[9]))
+        again.steps(12)
+        assert served.status().replay == "hot"
+        assert same(again.take(lost=(13, steps[12].blocks[0].ref.hex())) or steps[0], expected[12])
+        assert all(same(step, batch) for step, batch in zip(again.steps(30), expected[13:30], strict=True))
+        status = served.status()
+        assert (status.replay, status.replays_hot, status.replays_cold) == ("cold", 0, 1)
+    assert here.opened == [0, 12]
+
+
+def test_production_that_fails_is_replaced_behind_what_is_kept(recipe: Recipe, expected: list[GlobalBatch], tmp_path: Path) -> None:
     here = Here(faults=[None, None, RunnerError("killed"), RuntimeError("anything"), None, None, RunnerError("killed")])
     with serving(recipe, tmp_path / "out", here) as served:
         assert all(same(step, batch) for step, batch in zip(served.rank().steps(20), expected, strict=False))
         assert served.status().reopened == 3
-    assert len(here.opened) == 4
-    assert max(here.opened) <= 4
+    assert here.opened == [0, 2, 2, 4]
+
+
+def test_steps_outlive_their_production_and_a_rewind_after_it_failed_is_hot(
+    recipe: Recipe, expected: list[GlobalBatch], tmp_path: Path
+) -> None:
+    here = Here()
+    with serving(recipe, tmp_path / "out", here) as served:
+        rank = served.rank()
+        steps = rank.steps(20)
+        served.until(lambda: served.status().step == 24)
+        here.faults = [RunnerError("killed")]
+        assert same(rank.take() or steps[0], expected[20])
+        served.until(lambda: served.status().reopened == 1)
+        assert all(same(step, batch) for step, batch in zip(rank.steps(24), expected[21:24], strict=True))
+        again = served.rank(incarnation="run:1", state=rank.state(steps[9]))
+        assert all(same(step, batch) for step, batch in zip(again.steps(40), expected[10:40], strict=True))
+        assert (served.status().replay, served.status().replays_hot) == ("hot", 1)
+    assert here.opened == [0, 24], "no step twice"
+
+
+def test_lines_that_a_ledger_lost_are_made_again_under_what_is_kept(recipe: Recipe, expected: list[GlobalBatch], tmp_path: Path) -> None:
+    """As after a disk that failed to sync."""
+    here = Here()
+    with serving(recipe, tmp_path / "out", here) as served:
+        rank = served.rank()
+        rank.steps(8)
+        served.until(lambda: served.status().step == 12)
+        writer = served.stream._maker._writer  # type: ignore[union-attr]
+        writer.ledger.close()
+        for segment in (tmp_path / "out" / "ledger").glob("*.zst"):
+            segment.unlink()
+        writer.ledger = writer.directory.open_ledger()
+        here.faults = [RunnerError("killed")]
+        assert all(same(step, batch) for step, batch in zip(rank.steps(30), expected[8:30], strict=True))
+    assert here.opened == [0, 0]
+    assert verify(str(tmp_path / "out")).steps >= 30
 
 
 def test_production_that_goes_on_failing_is_one_error_on_every_rank_until_they_start_anew(
@@ -318,13 +368,16 @@ def test_data_changed_under_the_run_stops_it(recipe: Recipe, tmp_path: Path) -> 
 
 
 def test_a_state_of_another_history_is_refused(recipe: Recipe, tmp_path: Path) -> None:
-    with serving(recipe, tmp_path / "out") as served:
+    """At once where what follows it is kept, else when its step is made."""
+    with serving(recipe, tmp_path / "out", hot_bytes=0, keep_steps=0) as served:
         rank = served.rank()
-        step = rank.steps(5)[4]
-        forged = to_bytes(replace(step.state, chain=bytes(15) + b"x"), rank.opened.identity)
-        other = served.rank(incarnation="run:1", state=forged)
+        steps = rank.steps(9)
+        old, new = (to_bytes(replace(steps[n].state, chain=bytes(15) + b"x"), rank.opened.identity) for n in (4, 8))
+        served.until(lambda: served.status().step == 13)
+        with pytest.raises(ReplayError, match="another history"):
+            served.rank(incarnation="run:1", state=new)
+        other = served.rank(incarnation="run:1", state=old)
         other.taken = 3
-        served.stream._kept.forget_from(0)
         with pytest.raises(ReplayError, match="another history"):
             other.steps(6)
 

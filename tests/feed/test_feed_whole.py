@@ -8,6 +8,7 @@ import signal
 import threading
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,8 @@ import zephon_ray
 from tests.feed.feeds import Rank, Step, eventually, folded, joined, ranks, serving, steps_of
 from tests.feed.stand_in import open_whole
 from tests.feed.test_production import lane_workers_of_ours
-from tests.ray.many_units import many_units
+from tests.ray.many_units import many_units, with_execution
+from zephon_ray.feed.client import FeedLoader
 from zephon_ray.recipe import Recipe
 from zephon_ray.runs import verify
 
@@ -31,21 +33,38 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
 
 @pytest.fixture(scope="module")
 def expected(recipe: Recipe) -> list[Step]:
-    inline = recipe.model_copy(update={"execution": recipe.execution.model_copy(update={"runner": "inline"})})
-    return steps_of(inline, STEPS)
+    return steps_of(inline(recipe), STEPS)
 
 
-def test_a_killed_lane_worker_costs_its_ranks_no_row(recipe: Recipe, expected: list[Step], tmp_path: Path) -> None:
-    with serving("lanes", recipe, tmp_path, open_production=open_whole) as served:
-        loaders = [zephon_ray.connect("lanes", dp_rank=r, dp_world_size=2, incarnation="run:0") for r in range(2)]
-        found = [joined([next(loader) for loader in loaders]) for _ in range(10)]
+def inline(recipe: Recipe) -> Recipe:
+    return with_execution(recipe, runner="inline")
+
+
+def test_a_killed_lane_worker_costs_no_row_and_a_rewind_after_it_reads_nothing(tmp_path: Path) -> None:
+    recipe = many_units(tmp_path, files=4, units=24, words=12, execution={"prefetch_steps": 4, "lane_workers": 2})
+    expected = steps_of(inline(recipe), 1000)
+    with serving("lanes", recipe, tmp_path / "out", open_production=open_whole) as served:
+
+        def read_on(loaders: list[FeedLoader], most: int) -> list[Step]:
+            return [joined(parts) for _ in range(most) if all(parts := [next(loader, None) for loader in loaders])]
+
+        def connected(**more: Any) -> list[FeedLoader]:
+            return [zephon_ray.connect("lanes", dp_rank=r, dp_world_size=2, **more) for r in range(2)]
+
+        loaders = connected(incarnation="run:0")
+        found = read_on(loaders, 10)
+        state = loaders[0].state_dict()
         os.kill(eventually(lane_workers_of_ours)[0].pid, signal.SIGKILL)
-        found += [joined([next(loader) for loader in loaders]) for _ in range(20)]
-        assert found == expected[:30]
-        assert served.status.streams["train"].reopened >= 1
-        for loader in loaders:
+        assert found + read_on(loaders, len(expected)) == expected
+        once = served.status.streams["train"]
+        assert once.reopened == 1
+        again = connected(incarnation="run:1", state=state)
+        assert read_on(again, len(expected)) == expected[10:]
+        twice = served.status.streams["train"]
+        assert (twice.replay, twice.replays_hot, twice.units, twice.reopened) == ("hot", 1, once.units, 1)
+        for loader in [*loaders, *again]:
             loader.close()
-    assert verify(str(tmp_path / "train"), runner="inline").steps >= 30
+    assert verify(str(tmp_path / "out" / "train"), runner="inline").steps == len(expected)
 
 
 @pytest.mark.long

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.feed.feeds import eventually
 from zephon_ray import runs
 from zephon_ray.batches import fold
 from zephon_ray.errors import UserError
@@ -42,6 +42,12 @@ class Rank:
     def steps(self, count: int) -> list[dict[str, Any]]:
         assert self.process.stdout
         return [json.loads(self.process.stdout.readline()) for _ in range(count)]
+
+    def more(self) -> dict[str, Any]:
+        assert self.process.stdin
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return self.steps(1)[0]
 
     def end(self) -> None:
         assert self.process.stdin
@@ -90,7 +96,7 @@ def check(answers: Sequence[Sequence[dict[str, Any]]], expected: Sequence[str]) 
 def test_exactly_one_feed_is_shared_continued_after_a_kill_and_stopped_by_who_started_it(tmp_path: Path) -> None:
     recipe = tiny_corpus(tmp_path, texts=2000)
     with Loader(recipe, runner="inline") as loader:
-        expected = [next(loader).digest.hex() for _ in range(2 * STEPS)]
+        expected = [next(loader).digest.hex() for _ in range(2 * STEPS + 1)]
     with torchrun(tmp_path) as ranks:
         check([rank.steps(STEPS) for rank in ranks], expected)
         ends = [rank.steps(1)[0] for rank in ranks]
@@ -114,7 +120,8 @@ def test_exactly_one_feed_is_shared_continued_after_a_kill_and_stopped_by_who_st
         below = psutil.Process(starter.process.pid).children(recursive=True)
         starter.end()
         others = [rank for rank in ranks if rank is not starter]
-        time.sleep(1.0)  # it must not stop what others use; they are asked after it has had the time to
+        eventually(lambda: not list((tmp_path / "zephon-ray").glob("*.json")), GONE_S)  # it waits for the others, and lets nobody in
+        assert [rank.more()["digest"] for rank in others] == [expected[2 * STEPS]] * len(others), "nor does it stop what they use"
         assert starter.process.poll() is None
         for rank in others:
             rank.end()

@@ -200,6 +200,41 @@ def test_jobs_run_as_documented_and_the_feed_outlives_its_job_or_not(head: Head,
     )
 
 
+JOIN = f"""
+import os, sys
+sys.path.insert(0, "{ROOT}")
+import ray  # which reads its environment now
+from zephon_ray.errors import RunnerError
+from zephon_ray.runners.ray_cluster import connect
+for setting in ({{}}, {{"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/nowhere"}},
+                {{"RAY_AUTH_TOKEN_PATH": sys.argv[2]}}, {{"RAY_AUTH_TOKEN_PATH": sys.argv[3]}}):
+    os.environ.update(setting)
+    try:
+        connect(sys.argv[1]).leave()
+        print("joined")
+    except RunnerError as error:
+        print(error)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+@pytest.mark.xdist_group("ray")
+def test_who_lacks_the_token_is_told_what_to_do_and_one_that_is_set_late_counts(head: Head, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong"
+    wrong.write_text(secrets.token_hex(32))
+    environment = {key: value for key, value in head.environment.items() if not key.startswith("RAY_AUTH")}
+    right = head.environment["RAY_AUTH_TOKEN_PATH"]
+    said = subprocess.run(
+        [sys.executable, "-c", JOIN, head.address, str(wrong), right], env=environment, capture_output=True, text=True, timeout=120,
+        check=True,
+    ).stdout.splitlines()  # fmt: skip
+    assert "uses token authentication, and this process has no token. Set RAY_AUTH_MODE=token" in said[0]
+    assert "RAY_AUTH_MODE=token is set, and /nowhere cannot be read" in said[1]
+    assert "refuses the token of this process" in said[2]
+    assert said[3:] == ["joined"]
+
+
 def feeds(head: Head) -> list[dict[str, Any]]:
     """What `status` lists."""
     shown = head.run(f"PYTHONPATH={ROOT} python -m zephon_ray status --address {head.address} --json", 60)
@@ -232,7 +267,8 @@ print(batch.step)
 
 def _check_exported(head: Head) -> None:
     """What the dashboard shows is there, on the port that is scraped."""
-    wanted = {EXPORTED + metric.name for metric in FEED_METRICS if metric.kind == "gauge"} | {f"{EXPORTED}zephon_feed_pairs_total"}
+    wanted = {EXPORTED + metric.name for metric in FEED_METRICS if metric.kind == "gauge"}
+    wanted |= {f"{EXPORTED}zephon_feed_{name}_total" for name in ("pairs", "units", "text_bytes", "waited_seconds")}  # those that grew
     until, found = time.monotonic() + EXPORT_S, ""
     while time.monotonic() < until and not all(name in found for name in wanted):
         with urllib.request.urlopen(f"http://127.0.0.1:{head.metrics}/metrics", timeout=10) as answer:

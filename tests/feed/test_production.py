@@ -108,12 +108,15 @@ def lane_workers_of_ours() -> list[psutil.Process]:
 
 
 def check_kills(case: GoldenCase, lane_workers: int, kills: list[int], sent: signal.Signals = signal.SIGKILL) -> None:
-    """One lane worker is killed after each of some steps, and another production goes on from the last state."""
+    """One lane worker is killed after each of some steps, and another production goes on from the last state.
+
+    Rows are there when all that made them are gone.
+    """
     job, identity = prepare(load_recipe(case.recipe))
     expected = unbroken(job, identity, len(case.steps))
     pick = random.Random(case.name)
     production = Production(job, lane_workers=lane_workers)
-    lost = 0
+    lost, given = 0, list[ProducedStep]()
     try:
         for batch in expected:
             try:
@@ -124,16 +127,20 @@ def check_kills(case: GoldenCase, lane_workers: int, kills: list[int], sent: sig
                 production.close()
                 production = Production(job, state, lane_workers=lane_workers)
                 produced = production.next_step()
-            check_same(produced, batch, identity)
+            given.append(check_same(produced, batch, identity))
             if batch.step in kills:
                 os.kill(pick.choice(lane_workers_of_ours()).pid, sent)
         assert lost == len(kills)
     finally:
         production.close()
+    for produced, batch in zip(given, expected, strict=True):
+        np.testing.assert_array_equal(rows_of(produced), batch.rows)
 
 
 @pytest.mark.fault
-def test_a_killed_lane_worker_is_told_and_another_production_makes_the_same_bytes(golden_cases: dict[str, GoldenCase]) -> None:
+def test_a_killed_lane_worker_is_told_its_rows_stay_and_another_production_makes_the_same_bytes(
+    golden_cases: dict[str, GoldenCase],
+) -> None:
     case = golden_cases["wrap_two_sources"]
     check_kills(case, 2, [len(case.steps) // 3])
 
@@ -170,23 +177,23 @@ def take_all(production: Production) -> None:
 
 
 @pytest.mark.fault
-@pytest.mark.long
 def test_a_lane_worker_that_hangs_is_an_error_within_the_limit_and_close_does_not_wait_for_it(tmp_path: Path) -> None:
-    job, _ = prepare(many_units(tmp_path, files=2, units=8, words=400, execution={"stall_seconds": 2}))
-    production = Production(job)
-    assert production.next_step() is not None
-    (process,) = lane_workers_of_ours()
-    process.send_signal(signal.SIGSTOP)
-    began = time.monotonic()
-    try:
-        with pytest.raises(RunnerError):
-            take_all(production)
-        assert time.monotonic() - began < 20
-        production.close()
-        assert time.monotonic() - began < 30
-    finally:
-        if process.is_running():
-            process.send_signal(signal.SIGCONT)
+    job, _ = prepare(many_units(tmp_path, files=2, units=8, words=400, execution={}))
+    with closing(Production(job)) as production:
+        assert production.next_step() is not None
+        (process,) = lane_workers_of_ours()
+        process.send_signal(signal.SIGSTOP)
+        production._team._patience_s = 2.0  # only now: units that a busy machine makes slowly are not what this is about
+        began = time.monotonic()
+        try:
+            with pytest.raises(RunnerError):
+                take_all(production)
+            assert time.monotonic() - began < 20
+            production.close()
+            assert time.monotonic() - began < 30
+        finally:
+            if process.is_running():
+                process.send_signal(signal.SIGCONT)
 
 
 # ---- what goes where
@@ -209,10 +216,15 @@ def bytes_got() -> Iterator[list[int]]:
         Worker.deserialize_objects = read
 
 
+def used_before() -> int:
+    """Bytes in the store, once what earlier streams held is given back."""
+    eventually(lambda: store().object_store_bytes_used < 1 << 20, "earlier streams hold nothing", 60)
+    return int(store().object_store_bytes_used)
+
+
 KEPT_BESIDE_READ = [("s", "s", 1), ("kept", "s/00.jsonl.gz", 5)]
 
 
-@pytest.mark.long
 def test_no_token_comes_into_the_process_that_orders_lanes_and_dropped_rows_are_given_back(tmp_path: Path) -> None:
     shape = {"sequence_length": 8192, "global_batch_size": 16, "lanes": 4}
     recipe = many_units(tmp_path, files=4, units=6, words=4000, execution={"prefetch_steps": 2, "lane_workers": 2}, **shape)
@@ -226,7 +238,7 @@ def test_no_token_comes_into_the_process_that_orders_lanes_and_dropped_rows_are_
             continue
     assert sum(control) >= tokens, "the count sees tokens where they come"
 
-    before = store().object_store_bytes_used
+    before = used_before()
     with bytes_got() as got, closing(Production(job)) as production:
         steps = [check_same(production.next_step(), batch, identity) for batch in expected]
         assert production.next_step() is None
@@ -250,7 +262,7 @@ def test_a_small_source_is_read_once_and_kept_without_the_blocks_that_it_came_in
     job, identity = prepare(recipe)
     expected = unbroken(job, identity, 10_000)
     kept_bytes = 6 * window_bytes(recipe) // FILES
-    before = store().object_store_bytes_used
+    before = used_before()
     with closing(Production(job, lane_workers=2)) as production:
         for batch in expected:
             check_same(production.next_step(), batch, identity)

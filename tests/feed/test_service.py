@@ -22,6 +22,7 @@ from zephon_ray.cli.main import run_command
 from zephon_ray.errors import FeedError, RefusedError, RunDirectoryError, SourceError, UserError
 from zephon_ray.feed import service as module
 from zephon_ray.feed.client import connect
+from zephon_ray.feed.protocol import NAMESPACE, Caller, actor_name
 from zephon_ray.feed.service import Order, Service, read_token
 from zephon_ray.loader import Loader
 from zephon_ray.recipe import recipe_from_dict
@@ -121,7 +122,7 @@ def test_what_cannot_be_read_is_told_to_who_starts_it_and_no_feed_is_left(servic
         service.start(replace(order, recipe=nothing))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").write_text("something else")
-    with pytest.raises(FeedError, match="holds something else"):
+    with pytest.raises(RunDirectoryError, match="holds something else"):
         service.start(replace(order, out=str(tmp_path / "other")))
     until = time.monotonic() + 20
     while service.names() and time.monotonic() < until:
@@ -139,6 +140,18 @@ def test_a_feed_that_hangs_is_stopped_by_force(service: Service, order: Order, m
     assert service.names() == []
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
+
+
+def test_a_feed_that_was_told_to_stop_ends_though_who_told_it_was_killed(service: Service, order: Order) -> None:
+    """As the job that serves it is, if it takes longer than Ray gives it."""
+    service.start(order)
+    ray.get_actor(actor_name("first"), namespace=NAMESPACE).stop.remote(Caller(client="a job"), True)
+    until = time.monotonic() + 60
+    while service.names():
+        assert time.monotonic() < until, "it is there still"
+        time.sleep(0.1)
+    assert '"stopped"' in (Path(order.out) / "audit.jsonl").read_text()
+    service.start(order)
 
 
 def serve(service: Service, recipe: Path, out: Path, **more: str) -> subprocess.Popen[str]:

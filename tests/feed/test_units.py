@@ -11,7 +11,7 @@ import pytest
 from zephon_ray.errors import SourceError
 from zephon_ray.feed.units import Facts, Place, Shelf, UnitRef, copied, describe, refer, unit_at
 from zephon_ray.runners.base import FailedUnit
-from zephon_ray.runners.ray_worker import BLOCK_BYTES, _packed
+from zephon_ray.runners.ray_worker import BLOCK_BYTES, _row, packed
 from zephon_ray.runners.worker import Made
 from zephon_ray.stages.unit import TokenisedUnit
 
@@ -26,7 +26,7 @@ def a_unit(number: int, ids: int = 100) -> TokenisedUnit:
 
 
 def a_block(units: list[TokenisedUnit | FailedUnit]) -> pa.Table:
-    (table,) = _packed(iter([Made(unit=unit, skipped_bytes=number) for number, unit in enumerate(units)]))
+    (table,) = packed(_row(Made(unit=unit, skipped_bytes=number)) for number, unit in enumerate(units))
     return table
 
 

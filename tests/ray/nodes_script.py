@@ -39,8 +39,8 @@ GIVE_UP_S = 60.0
 class Nodes:
     """A head without CPUs, which no scenario touches, and nodes that come and go."""
 
-    def __init__(self) -> None:
-        head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "include_dashboard": False, "dashboard_port": None}
+    def __init__(self, **more: Any) -> None:
+        head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "include_dashboard": False, "dashboard_port": None, **more}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         ray.init(address=self._cluster.address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
         self._there: list[Any] = []

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +14,15 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
-from zephon_ray.cli.render import emit, number, pairs_of, percent, say, show, size, table
+from zephon_ray.cli.render import emit, mixture, number, pairs_of, say, show, size, table
 from zephon_ray.cli.run import Stop
 from zephon_ray.errors import FeedError, UserError, ZephonError
 from zephon_ray.feed.protocol import FeedStatus, StreamStatus
 from zephon_ray.feed.service import Order, Service, read_token
 from zephon_ray.recipe import load_recipe
+
+QUIET_S = 60.0
+"""Between two lines of a feed that is served in the foreground."""
 
 _LOOK_S = 1.0
 _LIST_S = 5.0
@@ -88,9 +92,32 @@ def _introduce(service: Service, status: FeedStatus, wanted: Wanted) -> None:
     show(pairs_of(facts))
 
 
+class Troubles:
+    """Says what goes wrong: what is new at once, but never more than a line in `QUIET_S`.
+
+    Args:
+        tell: is given the line.
+    """
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._told: str | None = None
+        self._until = -math.inf
+
+    def __call__(self, troubles: Sequence[str], now: float) -> None:
+        """What goes wrong at a time, in seconds on a clock that never goes back."""
+        line = "; ".join(troubles)
+        if line and line != self._told and now >= self._until:
+            self._tell(line)
+            self._until = now + QUIET_S
+            self._told = line
+        elif not line:
+            self._told = None
+
+
 def _stay(service: Service, name: str, stop: Stop) -> bool:
-    """Until a signal comes (True), or the feed is no more (False). What goes wrong meanwhile is told once."""
-    told: set[str] = set()
+    """Until a signal comes (True), or the feed is no more (False). What goes wrong meanwhile is told."""
+    tell = Troubles(lambda line: say(f"zephon-ray: {line}"))
     while not stop():
         try:
             status = service.status(name)
@@ -100,10 +127,7 @@ def _stay(service: Service, name: str, stop: Stop) -> bool:
             troubles = [str(error)]
         else:
             troubles = [f"{s.stream}: {s.error or s.waiting}" for s in status.streams.values() if s.error or s.waiting]
-        for trouble in troubles:
-            if trouble not in told:
-                say(f"zephon-ray: {trouble}")
-        told = set(troubles)
+        tell(troubles, time.monotonic())
         time.sleep(_LOOK_S)
     return True
 
@@ -199,8 +223,6 @@ def _status_parts(status: FeedStatus) -> list[Table]:
 def _facts(s: StreamStatus) -> list[tuple[str, str]]:
     wait = f"; the slowest has waited {_duration(s.waited_seconds)}"
     of = f" of {s.dp_world_size}" if s.dp_world_size else ""
-    total = max(1, sum(s.pairs))
-    mixture = ", ".join(f"{name} {percent(pairs / total)}" for name, pairs in zip(s.names, s.pairs, strict=False))
     again = f"; made again {s.retries} times; opened again {s.reopened} times" if s.retries or s.reopened else ""
     facts = [
         (s.stream, _health(s)),
@@ -208,7 +230,7 @@ def _facts(s: StreamStatus) -> list[tuple[str, str]]:
         ("ranks", f"{s.ranks}{of} in generation {s.generation}{f' ({s.incarnation})' if s.incarnation else ''}{wait}"),
         ("speed", f"{number(s.pairs_per_second)} tokens/s"),
         ("workers", f"{s.workers}; {s.units:,} units, {size(s.text_bytes)} of text read{again}"),
-        ("mixture", mixture),
+        ("mixture", mixture(s.names, s.pairs, s.due) if s.pairs else ""),
         ("replay", f"{s.replay}; {s.kept_steps:,} steps kept ({size(s.kept_bytes)}); rewinds: {s.replays_hot} hot, {s.replays_cold} cold"),
         ("directory", s.directory),
     ]

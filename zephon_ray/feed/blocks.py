@@ -19,3 +19,15 @@ class RowBlock:
     first_row: int
     rows: int
     ref: Any
+
+
+def cut_rows(rows: range, row_bytes: int, block_bytes: int) -> tuple[range, ...]:
+    """Consecutive rows as the row blocks that they are given in: as few as may be, of about the same size.
+
+    Args:
+        rows: of a global batch, at least one.
+        row_bytes: of one.
+        block_bytes: of a block, at most, unless a single row has more.
+    """
+    count = -(-len(rows) // max(1, block_bytes // row_bytes))
+    return tuple(rows[i * len(rows) // count : (i + 1) * len(rows) // count] for i in range(count))

@@ -7,6 +7,7 @@ for a step holds one. An actor that restarts knows nothing: it goes on from the 
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import hmac
 import os
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import ray
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
 from zephon_ray.errors import RefusedError
 from zephon_ray.feed.generations import UnknownSessionError
@@ -35,6 +37,7 @@ from zephon_ray.feed.protocol import (
 from zephon_ray.feed.streams import FeedStream, StreamOptions
 from zephon_ray.recipe import Recipe
 from zephon_ray.state import StreamState
+from zephon_ray.telemetry import quieten
 
 T = TypeVar("T")
 
@@ -43,6 +46,9 @@ KEEP_STEPS = 2
 PATIENCE_S = 120.0
 HOT_SHARE = 0.3
 """Of an object store, for rewinds, where the recipe does not say."""
+
+_LAST_WORDS_S = 2.0
+"""For a feed that was stopped to tell its ranks so."""
 
 _INLINE_BYTES = 32 << 10
 _START_S = 300.0
@@ -138,15 +144,19 @@ class Feed:
 
     # --- whoever looks after it --------------------------------------------------------------------------------------------
 
-    async def hello(self, caller: Caller) -> int:
-        """Says which protocol it speaks, and starts to look at the data.
+    async def ready(self, caller: Caller) -> FeedStatus:
+        """How it stands, once it has looked at its data.
 
         Raises:
-            RefusedError: the caller speaks another, or has no right to call.
+            RefusedError: the caller speaks another protocol, or has no right to call.
+            ZephonError: why a stream cannot be fed.
         """
         self._check(caller)
         self._start()
-        return PROTOCOL
+        await self._until(lambda: True if all(stream.ready() for stream in self._streams.values()) else None, _START_S)
+        for stream in self._streams.values():
+            stream.check()
+        return self._status()
 
     async def status(self, caller: Caller) -> FeedStatus:
         """How it stands.
@@ -159,7 +169,7 @@ class Feed:
         return self._status()
 
     async def stop(self, caller: Caller, force: bool = False) -> None:
-        """Make no further step, save everything. The actor can then be killed.
+        """Make no further step, save everything. The actor then ends, also where who asked has gone meanwhile.
 
         Raises:
             RefusedError: ranks read, and `force` is not set.
@@ -171,6 +181,8 @@ class Feed:
         for stream in self._streams.values():
             stream.stop(caller.client)
         await asyncio.gather(*(asyncio.to_thread(stream.close) for stream in self._streams.values()))
+        actor = ray.get_runtime_context().current_actor
+        asyncio.get_running_loop().call_later(_LAST_WORDS_S, functools.partial(ray.kill, actor, no_restart=True))
 
     # --- within ----------------------------------------------------------------------------------------------------------
 
@@ -178,6 +190,7 @@ class Feed:
         """The first call starts the streams: the constructor has no event loop yet."""
         if self._streams:
             return
+        quieten()
         self._loop, self._changed = asyncio.get_running_loop(), asyncio.Event()
         hot = _hot_bytes(self._options.recipes["train"])
         for name, recipe in self._options.recipes.items():
@@ -190,6 +203,7 @@ class Feed:
                 hot_bytes=hot // len(self._options.recipes),
                 keep_steps=self._options.keep_steps,
                 patience_s=self._options.patience_s,
+                feed=ray.get_runtime_context().get_actor_id() or "",
             )
             self._streams[name] = FeedStream(options, self._wake)
         if self._options.observe:
@@ -257,11 +271,16 @@ class Feed:
 
 
 class RayStates:
-    """Small states go with the reply, large ones once into the object store."""
+    """Small states go with the reply, large ones once into the object store, unless that is full."""
 
     def put(self, state: StreamState) -> Any:
         """What stands for a state in replies."""
-        return ray.put(state) if state_nbytes(state) > _INLINE_BYTES else state
+        if state_nbytes(state) <= _INLINE_BYTES:
+            return state
+        try:
+            return ray.put(state)
+        except (ObjectStoreFullError, OutOfDiskError):
+            return state
 
     def get(self, kept: Any) -> StreamState:
         """The state that it stands for."""

@@ -6,11 +6,13 @@ takes over, and older ranks are fenced. Another run is refused while ranks of th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from zephon_ray.errors import FeedError, FencedError, RefusedError
 from zephon_ray.feed.protocol import ALIVE_S, OpenRequest
+from zephon_ray.rundir import Readers
 
 _REMEMBERED = 4096
 """Sessions that were fenced, and are told so. Older ones are told that they are unknown, and find out when they open again."""
@@ -52,6 +54,8 @@ class _Generation:
     members: dict[str, Member] = field(default_factory=dict)
     joined: set[int] = field(default_factory=set)
     """dp ranks that were there at any time."""
+    expected_until: float = -math.inf
+    """They read before the feed was started again: until then they are expected back, and count as living."""
 
     @property
     def incarnation(self) -> str:
@@ -83,6 +87,30 @@ class Generations:
     def dp_world_size(self) -> int:
         """Of the newest generation; 0 before the first."""
         return self._current.dp_world_size if self._current else 0
+
+    def restore(self, readers: Readers, feed: str, now: float) -> None:
+        """Begin with what was remembered. Where that was of this `feed` before it died, ranks older than those are fenced at once."""
+        self._numbers = readers.generation
+        if readers.reading and readers.feed == feed:
+            run_id, count = parse_incarnation(readers.incarnation)
+            self._current = _Generation(
+                number=readers.generation,
+                run_id=run_id,
+                count=count,
+                dp_world_size=readers.dp_world_size,
+                expected_until=now + ALIVE_S,
+            )
+
+    def remembered(self, feed: str, *, reading: bool) -> Readers:
+        """What `restore` wants to know of the newest generation, of which there is one."""
+        assert self._current is not None
+        return Readers(
+            feed=feed,
+            generation=self._numbers,
+            incarnation=self._current.incarnation,
+            dp_world_size=self._current.dp_world_size,
+            reading=reading,
+        )
 
     def open(self, request: OpenRequest, at: int, now: float) -> bool:
         """A rank joins, comes back, or begins a new generation.
@@ -144,7 +172,7 @@ class Generations:
 
     def awaited(self) -> tuple[list[int], int]:
         """The dp ranks that never came, and the step from which they would begin."""
-        if self._current is None:
+        if self._current is None or not self._current.joined:
             return [], 0
         absent = [rank for rank in range(self._current.dp_world_size) if rank not in self._current.joined]
         newest = max(self._current.starts, default=0)
@@ -158,11 +186,12 @@ class Generations:
         alive = current.alive(now)
         if request.takeover and request.incarnation != current.incarnation:
             return True
-        if not alive:
+        if not alive and now >= current.expected_until:
             return True  # those that were there are done, or dead: nobody would be disturbed, whatever its number
         if run_id != current.run_id:
+            lives = f"{_named(alive)}, the last call {_ago(alive, now)}" if alive else "its ranks may come back, for the feed was restarted"
             raise RefusedError(
-                f"the feed is read by another run, {current.incarnation}: {_named(alive)}, the last call {_ago(alive, now)}."
+                f"the feed is read by another run, {current.incarnation}: {lives}."
                 f" Stop it, or wait until it has not called for {ALIVE_S:.0f} s, or push it out with takeover=True (you are"
                 f" {request.incarnation})"
             )

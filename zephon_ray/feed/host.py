@@ -8,8 +8,6 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-from ray._raylet import Config  # type: ignore[attr-defined]
-
 from zephon_ray.errors import FeedError, UserError
 from zephon_ray.feed.election import Election, private_folder
 from zephon_ray.feed.service import READY_S, Order, Service
@@ -73,7 +71,6 @@ class HostFeed:
         auth = published["auth"]
         assert isinstance(auth, dict)
         os.environ.update(auth)  # the cluster is the same user's
-        Config.initialize("")  # Ray has read its environment when it was imported
         self._service = Service(str(published["address"]), token)
 
     def close(self) -> None:

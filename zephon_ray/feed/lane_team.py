@@ -15,8 +15,10 @@ from typing import Any
 import ray
 
 from zephon_ray.errors import RunnerError, WorkerLost, ZephonError
-from zephon_ray.feed.lane_worker import Answer, Event, LaneWorker, MadeStep
+from zephon_ray.feed.blocks import RowBlock, cut_rows
+from zephon_ray.feed.lane_worker import Answer, Event, LaneWorker
 from zephon_ray.feed.units import Described, Place
+from zephon_ray.lane_blocks import LaneBlock
 from zephon_ray.recipe import Recipe
 from zephon_ray.runners.ray_cluster import Cluster
 from zephon_ray.state import StreamState
@@ -28,9 +30,19 @@ _UNIT_THREADS = 2
 START_S = 60.0
 """Seconds that a worker may take for its first answer, where the limit is shorter: its process starts in this time."""
 
+CALL_BYTES = 16 << 20
+"""Of rows that a call makes, about: they are copied when it is over, and held twice until then."""
 
 NOTHING = Answer(steps=(), events=0)
 """Before the first answer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MadeStep:
+    """One step of one lane group, and where its rows are."""
+
+    block: LaneBlock
+    rows: tuple[RowBlock, ...]
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -39,21 +51,41 @@ class Member:
 
     Args:
         actor: its handle.
+        cuts: rows of a global batch that each of its row blocks holds.
+        call_steps: that a call makes, at most.
         step: the last that came.
         made: steps that came and were not taken.
         events: not sent yet.
-        calls: sent and not answered, in order.
+        calls: sent and not answered, in order; references to all that each returns.
         sent: calls so far.
         answer: the last one.
     """
 
     actor: Any
+    cuts: Sequence[range]
+    call_steps: int
     step: int
     made: deque[MadeStep] = field(default_factory=deque)
     events: list[Event] = field(default_factory=list)
-    calls: deque[Any] = field(default_factory=deque)
+    calls: deque[list[Any]] = field(default_factory=deque)
     sent: int = 0
     answer: Answer = NOTHING
+
+    def ask(self, until: int) -> None:
+        """Have it make steps up to `until`, and tell it what it was not told yet."""
+        events, self.events = self.events, []
+        advance = self.actor.advance.options(num_returns=1 + self.call_steps * len(self.cuts))
+        self.calls.append(advance.remote(self.sent, events, until))
+        self.sent += 1
+
+    def take(self, answer: Answer, blocks: Sequence[Any]) -> None:
+        """The first call was answered; `blocks` are the references to its row blocks."""
+        self.answer = answer
+        self.step += len(answer.steps)
+        refs = iter(blocks)
+        for block in answer.steps:
+            rows = tuple(RowBlock(first_row=cut.start, rows=len(cut), ref=next(refs)) for cut in self.cuts)
+            self.made.append(MadeStep(block=block, rows=rows))
 
     @property
     def stuck(self) -> bool:
@@ -94,16 +126,17 @@ class LaneTeam:
         self.told = 0
         self._batch, self._patience_s, self._started = max(1, ahead // 2), wait_s, False
         make_actor: Any = ray.remote  # its types know no concurrency groups
-        body = make_actor(num_cpus=0, concurrency_groups={_UNITS: _UNIT_THREADS})(LaneWorker)
-        self.members = [
-            Member(
-                actor=body.options(scheduling_strategy=where).remote(
-                    recipe, start.lanes, step=start.step, pad_id=pad_id, lanes=lanes, block_bytes=block_bytes
-                ),
-                step=start.step,
+        body = make_actor(num_cpus=0, enable_task_events=False, concurrency_groups={_UNITS: _UNIT_THREADS})(LaneWorker)
+        self.members = []
+        for lanes, where in zip(groups, cluster.spread(recipe.execution.workers, len(groups)), strict=True):
+            rows = range(lanes.start * recipe.rows_per_lane, lanes.stop * recipe.rows_per_lane)
+            row_bytes = 12 * recipe.sequence_length
+            cuts = cut_rows(rows, row_bytes, block_bytes)
+            call_steps = max(1, min(self._batch, CALL_BYTES // (len(rows) * row_bytes)))
+            actor = body.options(scheduling_strategy=where).remote(
+                recipe, start.lanes, step=start.step, pad_id=pad_id, lanes=lanes, cuts=cuts, call_steps=call_steps
             )
-            for lanes, where in zip(groups, cluster.spread(recipe.execution.workers, len(groups)), strict=True)
-        ]
+            self.members.append(Member(actor=actor, cuts=cuts, call_steps=call_steps, step=start.step))
         self._turn, self._turns = itertools.cycle(self.members), threading.Lock()
 
     @property
@@ -157,9 +190,7 @@ class LaneTeam:
         """See to it that all workers have something to do, up to step `until`."""
         for member in self.members:
             while self._is_due(member, until):
-                events, member.events = member.events, []
-                member.calls.append(member.actor.advance.remote(member.sent, events, until))
-                member.sent += 1
+                member.ask(until)
 
     def _is_due(self, member: Member, until: int) -> bool:
         """A worker has one call, and a second behind it where there is news, or where its last call was over before its work was."""
@@ -185,19 +216,17 @@ class LaneTeam:
             WorkerLost: a worker is gone, is silent, or blocks that it was to be given are gone.
             ZephonError: what a worker raised.
         """
-        while heads := {member.calls[0]: member for member in self.members if member.calls}:
+        while heads := {member.calls[0][0]: member for member in self.members if member.calls}:
             come, _ = ray.wait(list(heads), num_returns=1 if wait else len(heads), timeout=self._wait_s if wait else 0)
             if wait and not come:
                 raise WorkerLost(f"a lane worker gave nothing for {self._wait_s:g} s. Look at its node; the stream goes on with another")
             if not come:
                 return
             wait = False
-            for call in come:
-                member = heads[call]
-                member.calls.popleft()
-                member.answer = answer = self._get(call)
-                member.made += answer.steps
-                member.step += len(answer.steps)
+            for ref in come:
+                member = heads[ref]
+                _, *blocks = member.calls.popleft()
+                member.take(self._get(ref), blocks)
 
     def _get(self, ref: Any) -> Any:
         try:
@@ -205,10 +234,10 @@ class LaneTeam:
         except ray.exceptions.RayTaskError as error:
             raise _fault(error) from error
         except ray.exceptions.RayError as error:
-            raise WorkerLost(f"a lane worker is gone, and the rows that it held ({_one_line(error)})") from error
+            raise WorkerLost(f"a lane worker is gone ({_one_line(error)})") from error
 
     def close(self) -> None:
-        """End all workers. The rows that they put are gone with them."""
+        """End all workers. Rows that were taken stay."""
         if not ray.is_initialized():
             return  # they ended with the cluster, and to call it would start another
         for member in self.members:
@@ -222,6 +251,8 @@ def _raised_there(error: BaseException | None) -> BaseException | None:
 
 def _fault(error: ray.exceptions.RayTaskError) -> ZephonError:
     cause = error.cause
+    if isinstance(cause, (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)):
+        return WorkerLost(f"the object store of a lane worker's node is full, and what is held there leaves no room ({_one_line(cause)})")
     if isinstance(cause, ray.exceptions.RayError):
         return WorkerLost(f"blocks of units that a lane worker was to read are gone ({_one_line(cause)})")
     return cause if isinstance(cause, ZephonError) else RunnerError(f"a lane worker failed: {_one_line(cause)}")

@@ -1,7 +1,8 @@
 """A lane worker: the body of an actor around one lane group. It takes windows as references, and gives lane blocks and rows.
 
-It reads units out of the object store and puts rows into it, so that whoever orders the groups sees neither. It knows
-nothing of other lane workers, and what it says of a step does not depend on how it is called.
+It reads units out of the object store and returns rows into it, so that whoever orders the groups sees neither. Results of a
+call belong to the caller, so they outlive the lane worker. It knows nothing of others, and what it says of a step does not depend on
+how it is called.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import numpy as np
 import ray
 
 from zephon_ray.errors import RunnerError
-from zephon_ray.feed.blocks import RowBlock
 from zephon_ray.feed.units import Described, Place, copied, describe, unit_at
 from zephon_ray.feeding import FedWindows, Want, Window
 from zephon_ray.lane_blocks import LaneBlock, LanesState
@@ -49,27 +49,19 @@ class Event:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MadeStep:
-    """One step of one lane group, and where its rows are."""
-
-    block: LaneBlock
-    rows: tuple[RowBlock, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
     """What came of a call.
 
     Args:
-        steps: made, in order.
+        steps: what is to be said of those that were made, in order.
         events: told so far, all of which are taken into account.
         want: what is needed for the next step, where that can be had.
         over: the group makes no further step. Never with padding: there, its blocks say it.
         blocked_by: sources without whose next window, which cannot be used, the next step cannot be made.
-        more: it could go on, and the call's time was over.
+        more: it could go on, and the call's time or room was over.
     """
 
-    steps: tuple[MadeStep, ...]
+    steps: tuple[LaneBlock, ...]
     events: int
     want: Want | None = None
     over: bool = False
@@ -86,17 +78,18 @@ class LaneWorker:
         step: after which they stand there.
         pad_id: input of padding pairs.
         lanes: the group's, a contiguous range.
-        block_bytes: of a row block, at most, unless a single row has more.
+        cuts: rows of a global batch that each row block of the group holds, in order.
+        call_steps: made in a call at most, from 1.
     """
 
-    def __init__(self, recipe: Recipe, start: LanesState, *, step: int, pad_id: int, lanes: range, block_bytes: int) -> None:
+    def __init__(
+        self, recipe: Recipe, start: LanesState, *, step: int, pad_id: int, lanes: range, cuts: Sequence[range], call_steps: int
+    ) -> None:
         self._group = LaneGroup(recipe, start, step=step, pad_id=pad_id, lanes=lanes)
         self._step, self._pads = step, recipe.final_batch == "pad"
-        self._rows = np.empty((len(lanes) * recipe.rows_per_lane, 3, recipe.sequence_length), np.int32)
-        self._first_row = lanes.start * recipe.rows_per_lane
-        row_bytes = self._rows[0].nbytes
-        parts = -(-len(self._rows) // max(1, block_bytes // row_bytes))
-        self._edges = [i * len(self._rows) // parts for i in range(parts + 1)]
+        # What a call returns is copied when it is over, so each of its steps has room of its own, which the next call uses again.
+        self._rows = np.empty((call_steps, len(lanes) * recipe.rows_per_lane, 3, recipe.sequence_length), np.int32)
+        self._parts = [slice(cut.start - cuts[0].start, cut.stop - cuts[0].start) for cut in cuts]
         self._events, self._calls = 0, 0
         self._failed: set[int] = set()
 
@@ -117,13 +110,17 @@ class LaneWorker:
 
     # ---- steps
 
-    def advance(self, call: int, events: Sequence[Event], until: int) -> Answer:
-        """Make the next steps, as far as the windows go that it was told of.
+    def advance(self, call: int, events: Sequence[Event], until: int) -> tuple[Any, ...]:
+        """Make the next steps, as far as the windows go that it was told of. Call it with as many returns as there are.
 
         Args:
             call: their number, from 0; they must not overtake each other.
             events: since the call before.
             until: the last step to make.
+
+        Returns:
+            The `Answer`, and the row blocks of `call_steps` steps one after the other, int32 [rows of the cut, 3, T] each; None in
+            place of those that were not made.
 
         Raises:
             RunnerError: a call is missing.
@@ -134,7 +131,13 @@ class LaneWorker:
         self._calls += 1
         for event in events:
             self._take_in(event)
-        began, steps = time.monotonic(), list[MadeStep]()
+        answer = self._made(until)
+        rows = [step[part] for step in self._rows[: len(answer.steps)] for part in self._parts]
+        return (answer, *rows, *[None] * (len(self._rows) * len(self._parts) - len(rows)))
+
+    def _made(self, until: int) -> Answer:
+        """Make the steps of a call."""
+        began, steps = time.monotonic(), list[LaneBlock]()
         while True:
             want = self._group.want(self._failed)
             over = self._group.over and not self._pads
@@ -142,9 +145,10 @@ class LaneWorker:
                 blocked_by = () if want is not None or over else self._blocked_by()
                 return Answer(steps=tuple(steps), events=self._events, want=want, over=over, blocked_by=blocked_by)
             more = self._step < until
-            if not more or (steps and time.monotonic() - began > REPLY_S):
+            if not more or len(steps) == len(self._rows) or (steps and time.monotonic() - began > REPLY_S):
                 return Answer(steps=tuple(steps), events=self._events, more=more)
-            steps.append(self._make())
+            steps.append(self._group.next_step(self._rows[len(steps)]))
+            self._step += 1
 
     def _take_in(self, event: Event) -> None:
         self._events += 1
@@ -163,15 +167,6 @@ class LaneWorker:
     def _blocked_by(self) -> tuple[int, ...]:
         """Failed sources that would be wanted, had they not failed."""
         return tuple(source for source in sorted(self._failed) if self._group.want(self._failed - {source}) is not None)
-
-    def _make(self) -> MadeStep:
-        block = self._group.next_step(self._rows)
-        self._step = block.step
-        rows = tuple(
-            RowBlock(first_row=self._first_row + first, rows=end - first, ref=ray.put(self._rows[first:end]))
-            for first, end in zip(self._edges[:-1], self._edges[1:], strict=True)
-        )
-        return MadeStep(block=block, rows=rows)
 
 
 def _tables(places: Sequence[Place]) -> dict[Any, Any]:

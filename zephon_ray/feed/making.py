@@ -1,7 +1,8 @@
 """Making: steps come from a production, which may be lost at any time, and go into the run's directory before anyone gets them.
 
-The directory is the truth, a production is disposable: when it fails, another is opened where the ranks are, and what is made again
-must be what the ledger says. Rows live no longer than the production that made them. Used from one thread, but for `interrupt`.
+The directory is the truth, a production is disposable: when it fails, another is opened behind the last step that is kept, or where
+the ranks are, and what is made again must be what the ledger says. Rows outlive the production that made them. Used from one thread,
+but for `interrupt`.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from zephon_ray.errors import DifferenceError, FeedError, ReplayError, RunnerErr
 from zephon_ray.feed.blocks import RowBlock
 from zephon_ray.ledger import Recorded
 from zephon_ray.recipe import Recipe
-from zephon_ray.rundir import RunWriter
+from zephon_ray.rundir import Readers, RunWriter
 from zephon_ray.runners.base import Job, RunnerStats
 from zephon_ray.state import Identity, StreamState
 
 REOPENS = 4
 """So many productions may fail one after the other without a step."""
+
+FAILING_S = 120.0
+"""After so long without a step no further production is opened, but for the first: what fails slowly is not tried so often."""
 
 _HISTORIES = 64
 _RETRY_S = 1.0
@@ -47,7 +51,7 @@ class Produced(Protocol):
 
 
 class Production(Protocol):
-    """Makes steps one after the other. `close` may be called from any thread, and takes the rows along; the others from one."""
+    """Makes steps one after the other. `close` may be called from any thread, and leaves the rows; the others from one."""
 
     def next_step(self) -> Produced | None:
         """The next step; None at the end of the stream."""
@@ -64,7 +68,7 @@ OpenProduction = Callable[[Job, Identity, StreamState | None, Recorded], Product
 
 
 class ProductionLostError(Exception):
-    """A production failed. It is gone with its rows; another one may do better."""
+    """A production failed and is gone; another one may do better. The rows of its steps are there still."""
 
 
 class States(Protocol):
@@ -130,7 +134,9 @@ class Maker:
         self._placed = self._refused = False
         self._histories: dict[int, bytes] = {}
         self._before = _NOTHING
-        self._failures = 0
+        self._failures, self._began = 0, 0.0
+        self.failing: str | None = None
+        """Why there was no step since, in words, where a production failed."""
         self.reopened = 0
         """How often a production failed, and another took its place."""
         self.waiting: str | None = None
@@ -159,14 +165,15 @@ class Maker:
 
         Args:
             step: from 1.
-            states: that are at hand; the directory is looked at for a later one, unless one of these is just before `step`.
+            states: that are at hand, beside the last one that was made; the directory is looked at for a later one, unless one of
+                these is just before `step`.
 
         Returns:
             The step before the next one that is made.
         """
         end = self._writer.last.step if self._writer.last else 0
         # The ledger has no gap: where its tail was lost, that is made again, whatever the ranks have already.
-        fitting = [state for state in states if state.step <= min(step - 1, end)]
+        fitting = [state for state in (*states, self._state) if state is not None and state.step <= min(step - 1, end)]
         best = max(fitting, key=lambda state: state.step, default=None)
         if best is None or best.step < min(step - 1, end):
             saved = self.patiently(lambda: self._writer.nearest(step - 1))
@@ -189,12 +196,9 @@ class Maker:
         if produced is None:
             return None
         step = produced.step
-        expected = self._histories.get(step.step)
-        if expected not in (None, step.chain):
-            raise ReplayError(
-                f"step {step.step}: its chain is {step.chain.hex()}, and a rank brought a state of that step with"
-                f" {expected.hex() if expected else ''}: another history. Resume from a state of this run, or give the feed a new --out"
-            )
+        expected = self._histories.get(step.step, step.chain)
+        if expected != step.chain:
+            raise another_history(step.step, expected)
         line, state = step.ledger_line, step.state
         self.patiently(lambda: self._writer.write(line, state))
         self._state = state
@@ -217,6 +221,14 @@ class Maker:
     def audit(self, event: str, **fields: Any) -> None:
         """Add to the audit trail."""
         self.patiently(lambda: self._writer.directory.audit(event, **fields))
+
+    def readers(self) -> Readers | None:
+        """The ranks that the directory says were let in last."""
+        return self.patiently(self._writer.directory.readers)
+
+    def remember(self, readers: Readers) -> None:
+        """Write down which ranks were let in."""
+        self.patiently(lambda: self._writer.directory.save_readers(readers))
 
     def patiently(self, action: Callable[[], T]) -> T:
         """Do something with the directory, again and again where it refuses for a while.
@@ -264,6 +276,8 @@ class Maker:
             self.drop()
 
     def _produced(self) -> Produced | None:
+        if not self._failures:
+            self._began = time.monotonic()
         try:
             if self._production is None:
                 recorded = self.patiently(lambda: self._writer.recorded(self._state))
@@ -272,16 +286,18 @@ class Maker:
         except (UserError, DifferenceError, StorageError):
             raise
         except Exception as error:  # counted in `reopened`, and raised where it lasts
-            if self._failures >= REOPENS or not self._pause(self._failures):
-                self._failures = 0  # whoever tries again, tries as often
+            often = self._failures >= REOPENS or (self._failures and time.monotonic() - self._began > FAILING_S)
+            if often or not self._pause(self._failures):
+                self._failures, self.failing = 0, None  # whoever tries again, tries as often
                 raise error if isinstance(error, RunnerError) else RunnerError(f"steps cannot be made: {error}") from error
             _log.warning("production failed after step %s, another one is opened: %s", self.position, error)
             self._failures += 1
             self.reopened += 1
+            self.failing = f"production failed after step {self.position}, attempt {self._failures} of {REOPENS + 1}: {error}"
             with suppress(Exception):  # what failed may fail at its end too
                 self.drop()
             raise ProductionLostError(str(error)) from error
-        self._failures = 0
+        self._failures, self.failing = 0, None
         return produced
 
 
@@ -313,6 +329,14 @@ def open_maker(
                 raise FeedError("the feed was stopped") from error
         else:
             return Maker(job, identity, writer, open_production, states=states, patience_s=patience_s, pause=pause)
+
+
+def another_history(step: int, chain: bytes) -> ReplayError:
+    """A rank brought a state of step `step` with a chain that is not that of the step as it is made here."""
+    return ReplayError(
+        f"step {step}: a rank brought a state of it with the chain {chain.hex()}, which is another history than this feed's."
+        " Resume from a state of this run, or give the feed a new --out"
+    )
 
 
 def state_nbytes(state: StreamState) -> int:

@@ -21,7 +21,7 @@ from zephon_ray.feed.lane_team import LaneTeam
 from zephon_ray.feed.lane_worker import Event
 from zephon_ray.feed.units import NotYetError, Shelf, UnitGiver, UnitRef, refer
 from zephon_ray.feeding import FedWindows, Want
-from zephon_ray.joining import is_over, join_blocks
+from zephon_ray.joining import is_over, join_blocks, step_of
 from zephon_ray.lane_blocks import split_lanes
 from zephon_ray.ledger import Recorded
 from zephon_ray.runners.base import Job, RunnerStats
@@ -51,7 +51,8 @@ class ProducedStep:
 class Production:
     """One stream of steps. Close it: it holds actors and threads. `next_step` is called from one thread, `close` from any.
 
-    Row blocks belong to the lane workers: they last no longer than the production is open.
+    Row blocks belong to the process that holds the production, not to lane workers: they are there until they are dropped, whatever
+    becomes of the production; or until the node on which they were made is lost.
 
     Args:
         job: recipe, manifests and options.
@@ -196,18 +197,7 @@ class Production:
     def _take(self) -> ProducedStep:
         made = [member.made.popleft() for member in self._team.members]
         joined = join_blocks(self.state.chain, [step.block for step in made])
-        windows, left_out = self._supplies.first_used(joined)
-        step = GlobalStep(
-            step=joined.step,
-            row_digests=joined.row_digests,
-            digest=joined.digest,
-            chain=joined.chain,
-            pairs=tuple(joined.pairs.tolist()),
-            padding=joined.padding,
-            windows=windows,
-            left_out=left_out,
-            lanes=joined.lanes,
-        )
+        step = step_of(joined, *self._supplies.first_used(joined))
         self.state = step.state
         return ProducedStep(step=step, blocks=tuple(chain.from_iterable(step.rows for step in made)))
 
@@ -216,7 +206,7 @@ class Production:
         return self._runner.stats()
 
     def close(self) -> None:
-        """End actors and threads; again does nothing. The rows that were made are gone with it."""
+        """End actors and threads; again does nothing. Steps that were given keep their rows."""
         self._closer()
 
 

@@ -170,6 +170,7 @@ class StreamStatus:
         steps_ahead: made, and not taken by the slowest rank.
         pairs: of each source, begun up to `step`.
         names: of the sources.
+        due: of each source, the part of all pairs that its weight gives it while no source has ended, in [0, 1].
         pairs_per_second: next-token pairs made, over about the last minute.
         waited_seconds: that the slowest of the ranks has waited for steps, since the feed started.
         workers: units that can be in the making at a time.
@@ -197,6 +198,7 @@ class StreamStatus:
     steps_ahead: int = 0
     pairs: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
+    due: tuple[float, ...] = ()
     pairs_per_second: float = 0.0
     waited_seconds: float = 0.0
     workers: int = 0

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 
 from zephon_ray.batches import Batch
 from zephon_ray.errors import FeedError, RunnerError
@@ -30,6 +30,7 @@ FETCH_S = 60.0
 
 _BEAT_S = POLL_S / 2
 _LOST_TRIES = 8
+_LATE_TRIES = 2
 _JOIN_S = 5.0
 
 
@@ -47,9 +48,18 @@ class Taken:
 
 
 class _LostError(Exception):
+    """A step's rows could not be fetched. To ask for them again may help, `tries` times one after the other."""
+
     def __init__(self, step: int, ref: str, error: RayError) -> None:
-        super().__init__(f"rows of step {step} are gone: {error}")
+        late = isinstance(error, GetTimeoutError)
+        super().__init__(f"rows of step {step} did not come within {FETCH_S:.0f} s" if late else f"rows of step {step} are gone: {error}")
         self.lost = step, ref
+        self.tries = _LATE_TRIES if late else _LOST_TRIES
+        self.mend = (
+            "Look whether the object store of this node is full (`ray memory`), and whether the nodes that hold the rows can be reached"
+            if late
+            else "Look whether nodes of the cluster die"
+        )
 
 
 class Reader:
@@ -123,8 +133,8 @@ class Reader:
                     self._put(self._fetch(step))
                 except _LostError as error:
                     lost, losses = error.lost, losses + 1
-                    if losses > _LOST_TRIES:
-                        raise FeedError(f"{error}, {losses} times one after the other. Look whether nodes of the cluster die") from error
+                    if losses > error.tries:
+                        raise FeedError(f"{error}, {losses} times one after the other. {error.mend}") from error
                     break
                 losses = 0
             ended = reply.ended and not lost

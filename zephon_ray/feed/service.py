@@ -19,7 +19,6 @@ from typing import Any, Self, TypeVar
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from zephon_ray.collector import prepare
 from zephon_ray.errors import FeedError, RunDirectoryError, UserError, ZephonError
 from zephon_ray.feed.feed import Feed, FeedOptions
 from zephon_ray.feed.metrics import FeedMetrics
@@ -99,13 +98,11 @@ class Service:
         Raises:
             UserError: there is such a feed, or its name cannot be one.
             RecipeError, SourceError, StorageError: what it is to read cannot be read.
-            RunDirectoryError: `out` is a path that other nodes would not see.
-            FeedError: it does not answer, or cannot go on with its directory.
+            RunDirectoryError: `out` is a path that other nodes would not see, or cannot be gone on with.
+            FeedError: it does not answer.
         """
         _check_name(order.name)
         order = _placed(order, nodes=len(_nodes()))
-        for recipe in filter(None, (order.recipe, order.validation)):
-            prepare(recipe)  # the feed does it again; but here an error is still told to who made it
         if actor_name(order.name) in self._actors():
             raise UserError(
                 f"there is a feed {order.name!r} at {self.address}. `zephon-ray status {order.name}` shows it; stop it first, or give"
@@ -113,24 +110,11 @@ class Service:
             )
         actor = _new_actor(order)
         try:
-            return self._ready(order.name, actor)
+            status: FeedStatus = self._ask(order.name, actor.ready.remote(self._caller), READY_S)
         except BaseException:
             ray.kill(actor, no_restart=True)
             raise
-
-    def _ready(self, name: str, actor: Any) -> FeedStatus:
-        until = time.monotonic() + READY_S
-        self._ask(name, actor.hello.remote(self._caller), READY_S)
-        while True:
-            status: FeedStatus = self._ask(name, actor.status.remote(self._caller), ASK_S)
-            for stream in status.streams.values():
-                if stream.error:
-                    raise FeedError(f"feed {name!r} cannot be started: its {stream.stream} stream fails: {stream.error}")
-            if all(stream.fingerprint for stream in status.streams.values()):
-                return status
-            if time.monotonic() > until:
-                raise FeedError(f"feed {name!r} has not looked at its data within {READY_S:g} s. Look at Ray's logs of the actor")
-            time.sleep(_LOOK_S)
+        return status
 
     def names(self) -> list[str]:
         """Of the feeds that there are, in order."""
@@ -263,7 +247,7 @@ def _new_actor(order: Order) -> Any:
     )
     actor = ray.remote(Feed).options(
         name=actor_name(order.name), namespace=NAMESPACE, lifetime="detached", max_restarts=-1, max_task_retries=0, num_cpus=0,
-        max_concurrency=_CALLS, scheduling_strategy=_on_head(),
+        max_concurrency=_CALLS, scheduling_strategy=_on_head(), enable_task_events=False,
     )  # fmt: skip
     return actor.remote(options)
 

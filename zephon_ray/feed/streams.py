@@ -2,6 +2,7 @@
 
 Ranks ask through methods that never wait; the thread does all that can take time. What the thread does next follows from where the
 ranks are: nothing is made further than `ahead` of the slowest that lives, and a step that is asked for and not kept is made again.
+What is kept outlives the production that made it: the next one goes on behind the newest kept step.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from zephon_ray.collector import first_state, prepare
 from zephon_ray.errors import FeedError, RefusedError, ZephonError
 from zephon_ray.feed.blocks import RowBlock
 from zephon_ray.feed.generations import Generations
-from zephon_ray.feed.making import KeptStep, Maker, OpenProduction, ProductionLostError, States, open_maker
+from zephon_ray.feed.making import KeptStep, Maker, OpenProduction, ProductionLostError, States, another_history, open_maker
 from zephon_ray.feed.protocol import Opened, OpenRequest, StepReply, StreamName, StreamStatus, TakeReply, TakeRequest
 from zephon_ray.feed.retention import Bounds, Retention
+from zephon_ray.hashing import chain_digest
 from zephon_ray.recipe import Recipe
 from zephon_ray.runners.base import Job
 from zephon_ray.state import Identity, StreamState, from_bytes
@@ -48,6 +50,7 @@ class StreamOptions:
         hot_bytes: budget of what is kept for rewinds.
         keep_steps: kept behind the slowest rank in any case.
         patience_s: how long the directory may refuse.
+        feed: the same for a feed that died and was started again, another for one that was served anew.
     """
 
     name: StreamName
@@ -58,6 +61,7 @@ class StreamOptions:
     hot_bytes: int
     keep_steps: int
     patience_s: float
+    feed: str = ""
 
 
 class FeedStream:
@@ -79,7 +83,6 @@ class FeedStream:
         self._maker: Maker | None = None
         self._asks: dict[str, int] = {}
         self._offered: dict[int, StreamState] = {}
-        self._left: dict[int, Any] = {}
         self._tasks: deque[Callable[[Maker], None]] = deque()
         self._error: BaseException | None = None
         self._ended: int | None = None
@@ -88,6 +91,7 @@ class FeedStream:
         self._stopping = False
         self._hot = self._cold = 0
         self._replay: Literal["none", "hot", "cold"] = "none"
+        self._hot_to = 0
         self._made: deque[tuple[float, int]] = deque()
         self._total_made = 0
         self._waited = self._waited_before = 0.0
@@ -101,6 +105,16 @@ class FeedStream:
         """Whether ranks can open the stream, or are told why not."""
         with self._lock:
             return self._maker is not None or self._error is not None or self._stopping
+
+    def check(self) -> None:
+        """Whether ranks could read it.
+
+        Raises:
+            ZephonError: why not.
+        """
+        with self._lock:
+            if self._error:
+                raise self._error
 
     def open(self, request: OpenRequest) -> Opened:
         """A rank joins.
@@ -126,6 +140,7 @@ class FeedStream:
             recipe.check_dp(request.dp_rank, request.dp_world_size)
             state = self._first if request.state is None else from_bytes(request.state, identity)
             at = state.step
+            self._check_history(state)
             anew = self._generations.open(request, at, time.monotonic())
             self._offered[at] = state
             self._maker.expect(at, state.chain)
@@ -183,8 +198,13 @@ class FeedStream:
     def leave(self, session: str) -> None:
         """A rank is done."""
         with self._lock:
+            now = time.monotonic()
+            before = self._generations.slowest(now)
+            self._taken = self._taken if before is None else before
             self._generations.leave(session)
             self._asks.pop(session, None)
+            if before is not None and self._generations.slowest(now) is None:
+                self._remember(reading=False)
             self._lock.notify_all()
         self._changed()
 
@@ -197,6 +217,7 @@ class FeedStream:
         """Make no further step. Ranks are told; `close` waits for the end."""
         with self._lock:
             if not self._stopping:
+                self._remember(reading=False)
                 self._tasks.append(lambda maker: maker.audit("stopped", step=self._newest.step if self._newest else 0, client=by))
             self._stopping = True
             self._lock.notify_all()
@@ -231,6 +252,7 @@ class FeedStream:
                 steps_ahead=max(0, (self._kept.last or 0) - taken),
                 pairs=newest.pairs if newest else (0,) * len(recipe.sources),
                 names=tuple(source.name for source in recipe.sources),
+                due=tuple(share / sum(recipe.shares()) for share in recipe.shares()),
                 pairs_per_second=self._rate(now),
                 waited_seconds=self._waited_before + self._waited,
                 workers=stats.workers if stats else 0,
@@ -259,23 +281,44 @@ class FeedStream:
         self._error = None
         self._kept.mark(at)
         self._waited_before, self._waited = self._waited_before + self._waited, 0.0
+        self._hot_to = 0
         if self._newest and at < self._newest.step:
             hot = self._kept.get(at + 1) is not None
             self._hot, self._cold = self._hot + hot, self._cold + (not hot)
             self._replay = "hot" if hot else "cold"
+            self._hot_to = self._newest.step if hot else 0
         fields = {
             "incarnation": request.incarnation, "dp_world_size": request.dp_world_size, "step": at, "client": request.caller.client,
             "generation": self._generations.number,
         }  # fmt: skip
         event = "restored" if at else "attached"
         self._tasks.append(lambda maker: maker.audit(event, **fields))
+        self._remember(reading=True)
         self._changed()  # who waits may be fenced now
 
+    def _check_history(self, state: StreamState) -> None:
+        """Rows that are kept are given to those only whose history they continue."""
+        following = self._kept.get(state.step + 1)
+        if following is not None and chain_digest(state.chain, following.step, following.digest) != following.chain:
+            raise another_history(state.step, state.chain)
+
+    def _remember(self, *, reading: bool) -> None:
+        """Which ranks read, for a feed that is started again."""
+        if self._generations.incarnation:
+            readers = self._generations.remembered(self._options.feed, reading=reading)
+            self._tasks.append(lambda maker: maker.remember(readers))
+
     def _lose(self, step: int, ref: str) -> None:
-        """A step's rows are gone; it is made again, unless it was since the rank got them."""
+        """A step's rows are gone: it is made again with all after it, unless it was since the rank got them.
+
+        Rows are lost with a node. What slower ranks lack still lay there too: it is made again at once and not each step by itself.
+        """
         kept = self._kept.get(step)
-        if kept is not None and any(block.ref.hex() == ref for block in kept.blocks):
-            self._forget()
+        if kept is None or all(block.ref.hex() != ref for block in kept.blocks):
+            return
+        self._kept.forget_from(min(step, (self._generations.slowest(time.monotonic()) or 0) + 1))
+        if step <= self._hot_to:
+            self._hot, self._cold, self._replay, self._hot_to = self._hot - 1, self._cold + 1, "cold", 0
 
     def _reply(self, request: TakeRequest, dp_rank: int) -> TakeReply | None:
         steps = []
@@ -316,7 +359,8 @@ class FeedStream:
         if self._maker is None:
             return "its data are looked at"
         absent, _ = self._generations.awaited()
-        return self._maker.waiting or (f"ranks {', '.join(map(str, absent[:8]))} have not come yet" if absent else None)
+        missing = f"ranks {', '.join(map(str, absent[:8]))} have not come yet" if absent else None
+        return self._maker.waiting or self._maker.failing or missing
 
     # --- the thread ------------------------------------------------------------------------------------------------------
 
@@ -354,15 +398,19 @@ class FeedStream:
             return lambda: task(maker)
         if self._error:
             return None
-        position, end = maker.position, self._ended
-        needs = [step for step in self._asks.values() if self._kept.get(step) is None and (end is None or step <= end)]
-        slowest = self._generations.slowest(time.monotonic())
-        if needs and (position is None or min(needs) <= position):
-            need = min(*needs, (slowest or 0) + 1)  # a rewind takes what was kept along: then all find what they lack
+        slowest, end = self._generations.slowest(time.monotonic()), self._ended
+        position, first, last = maker.position, self._kept.first, self._kept.last
+        lacking = [step for step in self._asks.values() if self._kept.get(step) is None and (end is None or step <= end)]
+        need = min(lacking, default=None)
+        if need is not None and (need < first if first is not None else position is None or need <= position):
+            need = min(need, (slowest or 0) + 1)  # what is kept cannot be added to in front: all then find what they lack
             return lambda: self._rewind(maker, need)
-        if position is None or slowest is None or (end is not None and position >= end):
+        head = position if last is None else last
+        if head is None or slowest is None or head >= slowest + self._ahead or head == end:
             return None
-        return (lambda: self._make(maker)) if position < slowest + self._ahead else None
+        if position is None or position > head:
+            return lambda: self._rewind(maker, head + 1)
+        return lambda: self._make(maker)
 
     def _trim(self) -> None:
         absent, start = self._generations.awaited()
@@ -377,37 +425,35 @@ class FeedStream:
             options.recipe, prepared, options.out, options.open_production,
             states=options.states, patience_s=options.patience_s, pause=self._pause,
         )  # fmt: skip
+        readers = maker.readers()
         with self._lock:
+            if readers:
+                self._generations.restore(readers, options.feed, time.monotonic())
             self._prepared, self._maker, self._first = prepared, maker, first_state(prepared[0])
         self._changed()
 
     def _rewind(self, maker: Maker, need: int) -> None:
+        """Go on with step `need`, behind what is kept where that leads to it; else nothing of it is kept."""
         with self._lock:
-            self._forget()
-            states, last = list(self._offered.values()), max((step for step in self._left if step < need), default=None)
-            left = None if last is None else self._left[last]
-        if left is not None:
-            states.append(self._options.states.get(left))
+            before, states = self._kept.get(need - 1), list(self._offered.values())
+            if before is None:
+                self._kept.forget_from(0)
+        if before is not None:
+            states.append(self._options.states.get(before.state))
+            maker.expect(before.step, before.chain)  # where the ledger lost its tail, that is made again
         maker.rewind(need, states)
-
-    def _forget(self) -> None:
-        """Rows are gone with the production that made them. States are not, and say where the next one can begin."""
-        if len(self._kept):
-            self._left = {kept.step: kept.state for kept in self._kept}
-        self._kept.forget_from(0)
 
     def _make(self, maker: Maker) -> None:
         try:
             kept = maker.make()
         except ProductionLostError:
-            with self._lock:
-                self._forget()
             return
         with self._lock:
             if kept is None:
                 self._ended = None if self._stopping else maker.position  # a production that is interrupted ends too
             else:
-                self._kept.put(kept)
+                if self._kept.last in (None, kept.step - 1):  # not one that is kept already, or behind one that was lost meanwhile
+                    self._kept.put(kept)
                 self._made.append((time.monotonic(), self._total_made))
                 self._total_made += 1
                 if self._newest is None or kept.step > self._newest.step:
@@ -418,7 +464,6 @@ class FeedStream:
         told = error if isinstance(error, ZephonError) else FeedError(f"the feed has a fault: {type(error).__name__}: {error}")
         with self._lock:
             self._error = told
-            self._forget()
         _log.error("the %s stream makes no further step: %s", self._options.name, told, exc_info=error)
         if self._maker:
             with suppress(Exception):  # what failed may fail at its end too

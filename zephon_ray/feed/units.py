@@ -6,7 +6,7 @@ order, and never sees a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from zephon_ray.plan.windows import Position
 from zephon_ray.runners.base import FailedUnit, Job
 from zephon_ray.runners.ray_data import Given
 from zephon_ray.runners.ray_runner import RayRunner
-from zephon_ray.runners.ray_worker import BLOCK_BYTES, units_of
+from zephon_ray.runners.ray_worker import packed, units_of
 from zephon_ray.stages.unit import SCHEMA, TokenisedUnit
 
 
@@ -71,20 +71,10 @@ def unit_at(table: pa.Table, row: int) -> TokenisedUnit:
     return TokenisedUnit.from_arrow(batch.select(SCHEMA.names), row)
 
 
-def copied(rows: Sequence[tuple[pa.Table, int]]) -> Iterator[pa.Table]:
+def copied(rows: Iterable[tuple[pa.Table, int]]) -> Iterator[pa.Table]:
     """Rows of blocks, in order, in blocks of their own, which share no buffer with the old ones."""
-    batches: list[pa.RecordBatch] = []
-    size = 0
-    for table, row in rows:
-        batch, at = _row_of(table, row)
-        batch = batch.take(pa.array([at]))
-        if batches and size + batch.nbytes > BLOCK_BYTES:
-            yield pa.Table.from_batches(batches).combine_chunks()
-            batches, size = [], 0
-        batches.append(batch)
-        size += batch.nbytes
-    if batches:
-        yield pa.Table.from_batches(batches).combine_chunks()
+    found = (_row_of(table, row) for table, row in rows)
+    return packed(batch.take(pa.array([at])) for batch, at in found)
 
 
 def _row_of(table: pa.Table, row: int) -> tuple[pa.RecordBatch, int]:

@@ -102,6 +102,11 @@ class Ledger(LedgerReader):
             self.flush()
         return True
 
+    @property
+    def sealed(self) -> bool:
+        """Every line appended so far lies in a sealed segment."""
+        return not self._pending
+
     def flush(self) -> None:
         """Make every line appended so far safe. On object storage this writes a segment, so call it at checkpoints, not steps.
 

@@ -14,10 +14,12 @@ from zephon_ray.manifest import Shard, SourceManifest
 from zephon_ray.recipe import Recipe
 from zephon_ray.rundir.audit import Audit
 from zephon_ray.rundir.lock import Lock, changes, outside_identity, versions_now
+from zephon_ray.rundir.readers import Readers, load_readers, save_readers
 from zephon_ray.rundir.states import States
 from zephon_ray.storage import Storage
 
 _LOCK = "recipe.lock.yaml"
+_READERS = "readers.json"
 _OURS = ("manifests/", "audit/", "audit.jsonl")
 """What a run may have left that died before its lock was written, or whose lock another one is writing."""
 _SHOWN = 8
@@ -144,6 +146,14 @@ class RunDirectory:
         except (FileNotFoundError, ValueError, TypeError, KeyError) as error:
             raise RunDirectoryError(f"{place}: the manifest is missing or damaged ({error}). Restore it from a copy.") from error
         return manifest
+
+    def readers(self) -> Readers | None:
+        """The ranks that the feed of this run let in last; None for a run that was never fed."""
+        return load_readers(self.storage, self.storage.join(self.url, _READERS))
+
+    def save_readers(self, readers: Readers) -> None:
+        """Remember them, for a feed that is started again."""
+        save_readers(self.storage, self.storage.join(self.url, _READERS), readers)
 
     def audit(self, event: str, **fields: Any) -> None:
         """Add to the audit trail that something happened, now, by this process.

@@ -20,6 +20,9 @@ from zephon_ray.storage import Storage
 class RunWriter:
     """Ledger lines, and a state now and then, and after the last.
 
+    Where nothing can be appended to a file, a writer that dies loses the lines since the last sealed segment, and whoever goes on must
+    begin before them. So there each segment that is sealed for its age ends with a state: what has to be made again is what was lost.
+
     Args:
         directory: of the run.
         identity: of the run.
@@ -81,6 +84,8 @@ class RunWriter:
         self._latest = state
         if line.step % STATE_EVERY == 0:
             self.save()
+        elif new and self.ledger.sealed:
+            self.directory.states.save_passing(state.step, to_bytes(state, self._identity))
         return new
 
     def save(self) -> None:

@@ -68,6 +68,7 @@ class RunnerStats:
         skipped_bytes: bytes decoded, but not tokenised, to reach a unit inside a stream.
         retries: units asked for again because their worker died or hung.
         workers: how many units can be in the making at a time.
+        remade: units made again by the reference, because the fast engine gave other ids; on Ray its workers log them, and this is 0.
     """
 
     units: int
@@ -75,6 +76,7 @@ class RunnerStats:
     skipped_bytes: int
     retries: int
     workers: int
+    remade: int = 0
 
 
 class Runner(ABC):

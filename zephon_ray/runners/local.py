@@ -30,7 +30,7 @@ class _Tally:
     """Counts what was made."""
 
     def __init__(self) -> None:
-        self.units = self.text_bytes = self.skipped_bytes = self.retries = 0
+        self.units = self.text_bytes = self.skipped_bytes = self.retries = self.remade = 0
 
     def add(self, made: Made) -> None:
         if isinstance(made.unit, TokenisedUnit):
@@ -38,6 +38,7 @@ class _Tally:
             self.text_bytes += made.unit.text_bytes
         self.skipped_bytes += made.skipped_bytes
         self.retries += made.retries
+        self.remade += made.remade
 
     def stats(self, workers: int) -> RunnerStats:
         return RunnerStats(
@@ -46,6 +47,7 @@ class _Tally:
             skipped_bytes=self.skipped_bytes,
             retries=self.retries,
             workers=workers,
+            remade=self.remade,
         )
 
 

@@ -94,7 +94,7 @@ def connect(address: str | None) -> Cluster:
 
     Raises:
         UserError: the address is none.
-        RunnerError: it does not answer, refuses us, or is not that of the cluster that this process is in.
+        RunnerError: it does not answer, refuses us, or is not that of the cluster that this process is in; or Ray does not start here.
     """
     with _membership.lock:
         _hush()
@@ -106,8 +106,7 @@ def connect(address: str | None) -> Cluster:
             return Cluster(ours=ours)
         with _quiet():
             if address is None:
-                cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-                ray.init(address="local", num_cpus=max(1, cpus), include_dashboard=False, **_SILENT)
+                _start()
             else:
                 _join(address)
         _membership.holders = 1
@@ -131,8 +130,20 @@ def join(address: str | None) -> Cluster:
     return connect(address)
 
 
+def _start() -> None:
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        ray.init(address="local", num_cpus=max(1, cpus), include_dashboard=False, **_SILENT)
+    except Exception as error:
+        raise RunnerError(
+            f"Ray does not start on this machine: {_explained(error)}. Where the machine was too busy to start it in Ray's 30 s, try again;"
+            " or use the runner 'threads', which does without"
+        ) from error
+
+
 def _join(address: str) -> None:
     _knock(address)
+    _reread_environment()
     try:
         ray.init(address=address, **_SILENT)
     except Exception as error:
@@ -195,9 +206,26 @@ def _ask_for_entry(address: str) -> None:
             if error.code() != grpc.StatusCode.UNAUTHENTICATED:
                 raise RunnerError(f"what answers at {address} is no Ray head ({error.code().name}). Give the address of one") from error
             told = "refuses the token of this process" if token else "uses token authentication, and this process has no token"
-            raise RunnerError(
-                f"the Ray cluster at {address} {told}. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file with the cluster's token"
-            ) from error
+            raise RunnerError(f"the Ray cluster at {address} {told}. {_how_to_authenticate(token)}") from error
+
+
+def _how_to_authenticate(token: str | None) -> str:
+    mend = "Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file with the cluster's token"
+    if token is None and os.environ.get("RAY_AUTH_MODE") == "token":
+        return f"RAY_AUTH_MODE=token is set, and {_token_file()} cannot be read. Set RAY_AUTH_TOKEN_PATH to a file with the cluster's token"
+    if token is None and _token_file().is_file():
+        return f"{mend}; for a cluster that was started by you on this machine, RAY_AUTH_MODE=token alone takes the one in {_token_file()}"
+    return mend
+
+
+def _reread_environment() -> None:
+    """Ray reads RAY_AUTH_MODE and its like when it is imported. Here it counts what they are now, as everywhere else in Python.
+
+    There is no public way: without it a process that sets them later would be turned away.
+    """
+    config = getattr(getattr(ray, "_raylet", None), "Config", None)
+    if config is not None:
+        config.initialize("")
 
 
 def _auth_token() -> str | None:
@@ -206,11 +234,14 @@ def _auth_token() -> str | None:
         return None
     if token := os.environ.get("RAY_AUTH_TOKEN"):
         return token.strip()
-    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     try:
-        return path.read_text().strip()
+        return _token_file().read_text().strip() or None
     except OSError:
         return None
+
+
+def _token_file() -> Path:
+    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
 
 
 def _explained(error: Exception) -> str:

@@ -211,6 +211,9 @@ class Wave:
         context = DataContext.get_current().copy()
         context.target_max_block_size = 1  # what a task yields is a block, and is passed on at once
         context.enable_progress_bars = False
+        # Ray Data would ask the autoscaler for twice what busy tasks have, again and again, and those that wait for credit look busy.
+        cpus = (self.tasks + 0.5) * self._workers.num_cpus
+        context.execution_options.resource_limits = ray.data.ExecutionResources.for_limits(cpu=cpus)
         with _CONTEXT, DataContext.current(context):
             dataset: ray.data.Dataset = ray.data.read_datasource(
                 _Slots(self._job, self._mailbox, self.number, self.tasks),
@@ -231,10 +234,18 @@ _NOT_AGAIN: dict[str, Any] = (
 )
 
 
+_NOT_INSTALLED = f"No module named '{__name__.partition('.')[0]}'"
+
+
 def fault_of_ours(error: Exception | None) -> Exception | None:
     """What a task of ours raised, and would raise again, or the reading of a block; None where a process or node went away under it."""
     if isinstance(error, ZephonError):
         return error
+    if isinstance(error, ray.exceptions.RayError) and _NOT_INSTALLED in str(error):
+        return RunnerError(
+            "the cluster's nodes do not have zephon_ray, so no worker can read a unit. Install it there (infra/Dockerfile), or submit a job"
+            " from a checkout, which takes it along (jobs/README.md)"
+        )
     cause = getattr(error, "cause", None)
     if not isinstance(error, ray.exceptions.RayTaskError) or isinstance(cause, ray.exceptions.RayError):
         return None

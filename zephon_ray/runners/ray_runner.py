@@ -27,6 +27,7 @@ from zephon_ray.runners.fronts import SourceFront
 from zephon_ray.runners.load import Load
 from zephon_ray.runners.ray_cluster import Cluster, connect
 from zephon_ray.runners.ray_data import Given, Read, Wave, fault_of_ours, fetch
+from zephon_ray.runners.ray_demand import Demand
 from zephon_ray.runners.ray_mailbox import Mailbox
 from zephon_ray.runners.ray_worker import Entry
 from zephon_ray.stages.unit import TokenisedUnit
@@ -46,6 +47,8 @@ NARROW_S = 5.0
 """Seconds after which a wave of which only some tasks started is replaced by one of as many tasks: others work beside us."""
 _NARROW_FOR_S = 60.0
 NARROW = "other work on the cluster leaves room for some of its workers only"
+DEMAND_S = 15.0
+"""Seconds for which more room is asked for after the taker was hungry last: waves are cut meanwhile, and then little is known."""
 _WARN_S = 5.0
 
 _log = logging.getLogger(__name__)
@@ -69,6 +72,7 @@ class _Core:
         self._progress = self._opened = time.monotonic()
         self._deaths = self._reopened = 0
         self._most, self._most_until = workers.max, 0.0
+        self._demand, self._hungry_until = Demand(workers), 0.0
         self._warned = False
         self._error: Exception | None = None
         self._closed = False
@@ -79,7 +83,9 @@ class _Core:
 
     def _new_mailbox(self) -> Any:
         mailbox: Any = ray.remote(Mailbox)
-        return mailbox.options(num_cpus=0, max_concurrency=10_000, scheduling_strategy=self._cluster.here()).remote()
+        return mailbox.options(
+            num_cpus=0, max_concurrency=10_000, scheduling_strategy=self._cluster.here(), enable_task_events=False
+        ).remote()
 
     def start(self) -> None:
         with self._lock:
@@ -153,10 +159,16 @@ class _Core:
 
     def _within_limits(self, tasks: int) -> int:
         """So many tasks, or as many as cluster, recipe and data have use for."""
-        widest = max(len(f.starts()) for f in self._fronts)
+        widest = self._widest()
         least = min(self._workers.min, widest)
-        most = self._most if time.monotonic() < self._most_until else self._workers.max
-        return max(1, min(max(tasks, least), most, widest, self._cluster.slots(self._workers)))
+        return max(1, min(max(tasks, least), self._most_now(time.monotonic()), widest, self._cluster.slots(self._workers)))
+
+    def _widest(self) -> int:
+        """So many tasks the data have slots for."""
+        return max(len(f.starts()) for f in self._fronts)
+
+    def _most_now(self, now: float) -> int:
+        return self._most if now < self._most_until else self._workers.max
 
     def _launch(self, tasks: int) -> None:
         wave = Wave(self._job_ref, self._mailboxes[-1], self._launched, tasks, self._workers, self._read, self._deliver, self._wake)
@@ -204,6 +216,7 @@ class _Core:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._error is not None, TICK_S)
                 if self._closed or self._error is not None:
+                    self._demand.set(0)
                     return
             try:
                 self._look_after(time.monotonic())
@@ -222,6 +235,7 @@ class _Core:
             if wave is not None and wave.look():
                 self._opened = now
             why = self._what_is_wrong(now, broken)
+            self._ask_for_room(now)
             if why is None:
                 self._fit(self._current)
                 return
@@ -296,6 +310,16 @@ class _Core:
             self._opened = time.monotonic()
             self._reopened += 1
             self._launch(self._within_limits(waves[-1].tasks))
+
+    def _ask_for_room(self, now: float) -> None:
+        """Where the taker waits though all room is in use, let a cluster that scales by itself know how much more would be used."""
+        if self._load.hungry and self._delivers():  # while a stream starts, everyone waits
+            self._hungry_until = now + DEMAND_S
+        wanted = 0
+        if now < self._hungry_until:
+            room = min(self._cluster.slots(self._workers), self._most_now(now))
+            wanted = min(self._workers.max, self._widest()) - max(1, room)  # a wave of one waits where there is no room at all
+        self._demand.set(max(0, wanted))
 
     def _fit(self, wave: Wave | None) -> None:
         """Cut the wave if it has made enough, or should have more or fewer workers."""

@@ -7,7 +7,7 @@ task that Ray runs again makes the same blocks in the same order. Nothing here i
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -59,7 +59,7 @@ def blocks(job: Job, tokeniser: UnitTokeniser, task: int, tasks: int, next_entry
         for source, (epoch, starts) in entry.starts.items():
             slots = range(task, len(starts), tasks)
             walks[source] = SlotWalk(job.recipe, job.manifests[source], slots, epoch, starts)
-        yield from _packed(_rows(tokeniser, walks, entry.grants))
+        yield from packed(_row(made) for made in _rows(tokeniser, walks, entry.grants))
         number += 1
 
 
@@ -81,11 +81,11 @@ def _rows(tokeniser: UnitTokeniser, walks: Mapping[int, SlotWalk], grants: Seque
                 left.remove(grant)
 
 
-def _packed(rows: Iterator[Made]) -> Iterator[pa.Table]:
+def packed(rows: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
+    """Units, one a record batch, in blocks of `BLOCK_BYTES`."""
     batches: list[pa.RecordBatch] = []
     size = 0
-    for made in rows:
-        batch = _row(made)
+    for batch in rows:
         if batches and size + batch.nbytes > BLOCK_BYTES:
             yield pa.Table.from_batches(batches).combine_chunks()
             batches, size = [], 0

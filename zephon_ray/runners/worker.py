@@ -38,23 +38,26 @@ class Made:
         unit: the unit, or why there is none.
         skipped_bytes: bytes decoded, but not tokenised, on the way to it.
         retries: how often it was begun again.
+        remade: the reference made it again, because the fast engine gave other ids.
     """
 
     unit: TokenisedUnit | FailedUnit
     skipped_bytes: int
     retries: int = 0
+    remade: bool = False
 
 
 def make(tokeniser: UnitTokeniser, task: UnitTask) -> Made:
     """Make a unit. Whatever goes wrong belongs to the unit and is raised by whoever needs it."""
-    before = tokeniser.counters.skipped_bytes
+    before = tokeniser.counters
     unit: TokenisedUnit | FailedUnit
     try:
         unit = tokeniser.tokenise(task)
     except Exception as error:  # noqa: BLE001  raised again where the unit is needed
         source, epoch, group, number = task.key
         unit = FailedUnit(source=source, epoch=epoch, group=group, unit=number, error=error)
-    return Made(unit=unit, skipped_bytes=tokeniser.counters.skipped_bytes - before)
+    after = tokeniser.counters
+    return Made(unit=unit, skipped_bytes=after.skipped_bytes - before.skipped_bytes, remade=after.remade > before.remade)
 
 
 def main(fd: int, parent: int) -> None:

@@ -23,7 +23,7 @@ from zephon_ray.stages.json_lines import texts_of_lines
 from zephon_ray.stages.lines import LineBlock, LineStream, read_range
 from zephon_ray.stages.open_files import has_room
 from zephon_ray.stages.record_batches import is_compressed
-from zephon_ray.stages.texts import BadUnitError, LeftOut, UnitTexts
+from zephon_ray.stages.texts import BadUnitError, LeftOut, Texts, UnitTexts
 from zephon_ray.stages.unit import UnitTask
 from zephon_ray.storage import Storage
 
@@ -113,9 +113,9 @@ class UnitReader:
                 if isinstance(block, RowBlock):
                     texts = texts_of_rows(block, self._max_bytes, left_out)
                 else:
-                    texts = texts_of_lines(block, group.text_field, self._max_bytes, left_out)
+                    texts = Texts.of(texts_of_lines(block, group.text_field, self._max_bytes, left_out))
             except BadUnitError as error:
-                return UnitTexts(texts=(), last=block.last, left_out=left_out, error=str(error))
+                return UnitTexts(texts=Texts.of([]), last=block.last, left_out=left_out, error=str(error))
         return UnitTexts(texts=texts, last=block.last, left_out=left_out)
 
     def close(self) -> None:

@@ -1,14 +1,12 @@
-"""Tokenise: the pure function from a unit to its documents' ids, with the recipe's Hugging Face tokenizer.
+"""Tokenise: the pure function from a unit to its documents' ids, with the recipe's tokenizer.
 
-The same task gives the same unit in any instance, in any order, any number of times. Nothing here decides an order.
+The same task gives the same unit in any instance, in any order, any number of times, whichever engine makes the ids. Nothing here decides
+an order.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -19,13 +17,13 @@ from zephon_ray.errors import RecipeError
 from zephon_ray.hashing import sha256_hex
 from zephon_ray.recipe import Recipe
 from zephon_ray.recipe_fields import StorageSpec
+from zephon_ray.stages.engines import encoder_of
+from zephon_ray.stages.engines.base import Encoded, EngineName
+from zephon_ray.stages.engines.hf import load_tokenizer
 from zephon_ray.stages.reading import UnitReader
-from zephon_ray.stages.texts import digest_texts
 from zephon_ray.stages.unit import TokenisedUnit, UnitTask
 from zephon_ray.storage import Storage
 
-CHUNK_BYTES = 1 << 18
-"""Bytes of text that the tokenizer is given at a time: it needs about a hundred times the text's ids while it works."""
 _SPECIALS_SHOWN = 20
 
 
@@ -45,6 +43,7 @@ class Options:
         max_streams: how many compressed or cut groups an instance keeps open, >= 1; `make_options` gives as many as the recipe has slots,
             which is as many as one worker can be given at a time.
         storage: how to reach the shards.
+        engine: what may make the ids; they do not depend on it.
     """
 
     tokenizer_json: bytes = field(repr=False)
@@ -57,6 +56,7 @@ class Options:
     on_bad_record: Literal["fail", "skip"]
     max_streams: int
     storage: StorageSpec
+    engine: EngineName = "hf"
 
 
 def make_options(recipe: Recipe) -> Options:
@@ -64,7 +64,7 @@ def make_options(recipe: Recipe) -> Options:
 
     Raises:
         RecipeError: no such file, not a tokenizer, a special token that it lacks, or, with `special_tokens_in_text: plain`, one that
-            is not flagged special and so could be spelled out in a document.
+            is not flagged special and so could be spelled out in a document. Or `execution.engine: fast`, and it does not fit.
         StorageError: the store goes on failing.
     """
     spec = recipe.tokenizer
@@ -80,26 +80,27 @@ def make_options(recipe: Recipe) -> Options:
     ids = {name: _special(tokenizer, name, getattr(spec, name), plain, problems) for name in ("bos", "eos", "pad")}
     if problems:
         raise RecipeError(problems)
+    sha256, engine = sha256_hex(data), recipe.execution.engine
+    if engine == "fast":
+        encoder_of(data, sha256, plain=plain, engine=engine).prepare()
     return Options(
         tokenizer_json=data,
-        tokenizer_sha256=sha256_hex(data),
+        tokenizer_sha256=sha256,
         **ids,
         encode_special_tokens=plain,
         max_document_bytes=recipe.max_document_bytes,
         on_bad_record=recipe.on_bad_record,
         max_streams=sum(recipe.window_groups_of(source) for source in range(len(recipe.sources))),
         storage=recipe.execution.storage,
+        engine=engine,
     )
 
 
 def _load(data: bytes, path: str) -> Tokenizer:
     try:
-        tokenizer = Tokenizer.from_str(data.decode())
+        return load_tokenizer(data)
     except Exception as error:  # the library raises plain Exception
         raise RecipeError([f"tokenizer.path={path!r} is no tokenizer that this release reads: {error}. Name a tokenizer.json."]) from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def _special(tokenizer: Tokenizer, name: str, token: str | None, plain: bool, problems: list[str]) -> int | None:
@@ -129,12 +130,14 @@ class TokeniserCounters:
         text_bytes: UTF-8 bytes of the texts that were given to the tokenizer.
         skipped_bytes: bytes decoded on the way to a unit in the middle of a group, but neither parsed nor tokenised.
         bytes_read: stored bytes read.
+        remade: units made again by the reference, because the fast engine gave other ids.
     """
 
     units: int
     text_bytes: int
     skipped_bytes: int
     bytes_read: int
+    remade: int
 
 
 class UnitTokeniser:
@@ -145,20 +148,24 @@ class UnitTokeniser:
     """
 
     def __init__(self, options: Options) -> None:
-        self._tokenizer = _load(options.tokenizer_json, "tokenizer.json")
-        self._tokenizer.encode_special_tokens = options.encode_special_tokens
-        self._head = b"" if options.bos is None else array("I", [options.bos]).tobytes()
-        self._tail = b"" if options.eos is None else array("I", [options.eos]).tobytes()
+        self._encoder = encoder_of(
+            options.tokenizer_json, options.tokenizer_sha256, plain=options.encode_special_tokens, engine=options.engine
+        )
+        self._bos, self._eos = options.bos, options.eos
         self._reader = UnitReader(
             Storage(options.storage), options.max_document_bytes, options.on_bad_record == "fail", options.max_streams
         )
-        self._units = self._text_bytes = 0
+        self._units = self._text_bytes = self._remade = 0
 
     @property
     def counters(self) -> TokeniserCounters:
         read = self._reader.counters
         return TokeniserCounters(
-            units=self._units, text_bytes=self._text_bytes, skipped_bytes=read.skipped_bytes, bytes_read=read.bytes_read
+            units=self._units,
+            text_bytes=self._text_bytes,
+            skipped_bytes=read.skipped_bytes,
+            bytes_read=read.bytes_read,
+            remade=self._remade,
         )
 
     def tokenise(self, task: UnitTask) -> TokenisedUnit:
@@ -170,9 +177,10 @@ class UnitTokeniser:
             StorageError: the store goes on failing.
         """
         read = self._reader.read(task)
-        digest, sizes = digest_texts(read.texts)
-        ids, offsets, short = self._encode(read.texts, sizes)
-        text_bytes = int(sizes.sum())
+        encoded, remade = self._encoder.encode(read.texts, task.key)
+        ids, offsets, short = _documents(encoded, self._bos, self._eos)
+        text_bytes = read.texts.nbytes
+        self._remade += remade
         self._units += 1
         self._text_bytes += text_bytes
         return TokenisedUnit(
@@ -183,7 +191,7 @@ class UnitTokeniser:
             last=read.last,
             ids=ids,
             offsets=offsets,
-            digest=digest,
+            digest=read.texts.digest(),
             text_bytes=text_bytes,
             bad=read.left_out.bad,
             empty=read.left_out.empty,
@@ -196,27 +204,27 @@ class UnitTokeniser:
         """Close the shards that are open. The instance can go on afterwards."""
         self._reader.close()
 
-    def _encode(self, texts: Sequence[str], sizes: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64], int]:
-        """Flat uint32 ids, int64 offsets [documents + 1], and how many documents had fewer than two ids."""
-        head, tail = self._head, self._tail
-        around = (len(head) + len(tail)) // 4
-        lengths: list[int] = []
-        parts: list[bytes | array[int]] = []
-        for first, end in _chunks(sizes):
-            for encoding in self._tokenizer.encode_batch_fast(texts[first:end], add_special_tokens=False):
-                # The library gives a list of ints; array.array takes it three times faster than numpy or Arrow do.
-                ids = array("I", encoding.ids)
-                if len(ids) + around >= 2:
-                    parts += (head, ids, tail)
-                    lengths.append(len(ids) + around)
-        offsets = np.zeros(len(lengths) + 1, np.int64)
-        np.cumsum(lengths, out=offsets[1:])
-        return np.frombuffer(b"".join(parts), np.uint32), offsets, len(texts) - len(lengths)
 
+def _documents(encoded: Encoded, bos: int | None, eos: int | None) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64], int]:
+    """Texts as documents: with bos and eos, and without those that have fewer than two ids even so.
 
-def _chunks(sizes: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Ranges of texts of about `CHUNK_BYTES` each."""
-    # A text belongs to the chunk in which its first byte lies.
-    starts = np.cumsum(sizes) - sizes
-    edges = np.flatnonzero(np.diff(starts // CHUNK_BYTES, prepend=-1))
-    return pairwise([*edges.tolist(), len(sizes)])
+    Returns:
+        (flat uint32 ids, int64 offsets [documents + 1], how many were left out)
+    """
+    ids, sizes = encoded.ids, encoded.sizes
+    around = (bos is not None) + (eos is not None)
+    kept = sizes + around >= 2
+    short = len(sizes) - int(np.count_nonzero(kept))
+    if short:
+        ids, sizes = ids[np.repeat(kept, sizes)], sizes[kept]
+    offsets = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(sizes + around, out=offsets[1:])
+    if not around:
+        return ids, offsets, short
+    # A mask costs what a copy a document does where these are long, and a fifth of it where they are short.
+    made, of_text = np.empty(offsets[-1], np.uint32), np.ones(offsets[-1], np.bool_)
+    for at, number in ((offsets[:-1], bos), (offsets[1:] - 1, eos)):
+        if number is not None:
+            made[at], of_text[at] = number, False
+    made[of_text] = ids
+    return made, offsets, short

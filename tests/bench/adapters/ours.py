@@ -1,6 +1,6 @@
 """zephon_ray for the loader harness: whole global batches with inputs, labels, positions, digests and chain.
 
-The harness gives `cfg`: data, tok, seq, batch, mix, scratch, and the options of a plan's line: runner, workers, fmt
+The harness gives `cfg`: data, tok, seq, batch, mix, scratch, and the options of a plan's line: runner, workers, engine, fmt
 ("parquet", "jsonl", "jsonl.zst"), lanes, packing, unit_bytes. Units are small, so that what was tokenised before the timed
 window, and is delivered in it, is little beside what is tokenised in it.
 """
@@ -28,6 +28,7 @@ def recipe(cfg: Any) -> Recipe:
         "unit_bytes": getattr(cfg, "unit_bytes", 131_072),
         "global_batch_size": cfg.batch, "tokenizer": {"path": cfg.tok, "eos": "<|endoftext|>", "pad": "<|endoftext|>"},
         "packing": {"algorithm": getattr(cfg, "packing", "wrap")}, "sources": sources,
+        "execution": {"engine": getattr(cfg, "engine", "auto")},
     }  # fmt: skip
     return recipe_from_dict(fields, str(where))
 
