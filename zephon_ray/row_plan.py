@@ -1,7 +1,6 @@
 """A row plan: which ids the rows of some steps of a lane group are made of, and the making of them.
 
-Of a row's three arrays only the inputs are gathered from pools. Labels are the inputs one place on, but for the last pair of each
-segment; positions count from each segment's beginning. It neither decides what comes where nor knows of sources.
+Inputs and labels come from pools, positions count from each segment's beginning. It neither decides what comes where nor knows of sources.
 """
 
 from __future__ import annotations
@@ -9,17 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-import numpy.typing as npt
 
 from zephon_ray.plan.packing import PADDING, Segments
-from zephon_ray.plan.pieces import I64, within
+from zephon_ray.plan.pieces import I64
 from zephon_ray.pools import I32, SHORT
 
 IGNORE = -100
 """Label of a padding pair, which PyTorch's cross entropy leaves out by default."""
 
 _BLOCK = 1 << 15  # pairs made at a time, so that what is needed besides stays in the cache
-_FEW = 4  # segments of a pool up to which a copy each costs less than gathering
 
 
 class RowPlan:
@@ -69,45 +66,50 @@ class RowPlan:
 
     def _fill_block(self, rows: I32, first_cell: int, of: slice) -> int:
         """Whole rows, which segments `of` make up."""
-        t, line = self._row_pairs, rows.reshape(-1)
+        t = self._row_pairs
         cell, pool, start, length = self._cell[of] - first_cell, self._pool[of], self._start[of], self._length[of]
         to = cell + cell // t * (2 * t)  # where a segment's inputs lie in the line of all numbers
-        padding = None
-        for number in np.unique(pool).tolist():
-            mine = pool == number
-            if number == PADDING:
-                padding = mine
-                continue
-            ids, a, n, b = self._pools[number], start[mine], length[mine], to[mine]
-            (_copy if len(n) <= _FEW or int(n.sum()) >= len(n) * SHORT else _gather)(line, ids, a, n, b)
-        rows[:, 1, :-1] = rows[:, 0, 1:]
-        for number in np.unique(pool).tolist():
-            if number != PADDING:
-                mine = pool == number
-                line[(to + length)[mine] + (t - 1)] = self._pools[number][(start + length)[mine]]
+        pairs = len(rows) * t
         begins = np.repeat(cell.astype(np.int32), length).reshape(len(rows), t)
-        np.subtract(self._ordinals[: len(rows) * t].reshape(len(rows), t), begins, out=rows[:, 2])
-        return 0 if padding is None else self._pad(line, to[padding], length[padding])
+        np.subtract(self._ordinals[:pairs].reshape(len(rows), t), begins, out=rows[:, 2])
+        make = self._copy if pairs >= len(cell) * SHORT else self._gather
+        return make(rows, pool, start, length, to)
 
-    def _pad(self, line: I32, to: I64, length: I64) -> int:
-        target = np.repeat(to, length) + within(length)
-        line[target] = self._pad_id
-        target += self._row_pairs
-        line[target] = IGNORE
-        return len(target)
+    def _copy(self, rows: I32, pool: I64, start: I64, length: I64, to: I64) -> int:
+        """Two slice copies a segment: the least work where segments are long."""
+        t, line, pools, padded = self._row_pairs, rows.reshape(-1), self._pools, 0
+        for number, first, n, at in zip(pool.tolist(), start.tolist(), length.tolist(), to.tolist(), strict=True):
+            if number == PADDING:
+                line[at : at + n], line[at + t : at + t + n] = self._pad_id, IGNORE
+                padded += n
+            else:
+                ids = pools[number]
+                line[at : at + n] = ids[first : first + n]
+                line[at + t : at + t + n] = ids[first + 1 : first + n + 1]
+        return padded
+
+    def _gather(self, rows: I32, pool: I64, start: I64, length: I64, to: I64) -> int:
+        """No Python a segment, where they are short. Labels are the inputs one place on, but for each segment's last."""
+        t, line, padded = self._row_pairs, rows.reshape(-1), 0
+        of_pools = [(number, pool == number) for number in set(pool.tolist())]
+        for number, mine in of_pools:
+            if number != PADDING:
+                source, target = _runs(start[mine], length[mine], to[mine])
+                line[target] = self._pools[number].take(source)
+        rows[:, 1, :-1] = rows[:, 0, 1:]
+        for number, mine in of_pools:
+            if number != PADDING:
+                line[(to + length)[mine] + (t - 1)] = self._pools[number][(start + length)[mine]]
+            else:
+                _, target = _runs(to[mine], length[mine], to[mine])
+                padded = len(target)
+                line[target], line[target + t] = self._pad_id, IGNORE
+        return padded
 
 
-def _copy(line: I32, ids: I32, start: I64, length: I64, to: I64) -> None:
-    """One slice copy a segment: the least work where segments are long."""
-    for first, n, at in zip(start.tolist(), length.tolist(), to.tolist(), strict=True):
-        line[at : at + n] = ids[first : first + n]
-
-
-def _gather(line: I32, ids: I32, start: I64, length: I64, to: I64) -> None:
-    """No Python a segment, where they are short."""
+def _runs(start: I64, length: I64, to: I64) -> tuple[I64, I64]:
+    """Places `start`, `start + 1`, ... and `to`, `to + 1`, ..., as many as each run is long: both int64 [sum of lengths]."""
     ends = length.cumsum()
     before, pair = ends - length, np.arange(ends[-1])
-    # A pair's number along the segments says, with one shift a segment, where it comes from and where it goes.
-    source: npt.NDArray[np.int64] = pair + np.repeat(start - before, length)
-    pair += np.repeat(to - before, length)
-    line[pair] = ids.take(source)
+    # A pair's number along the runs says, with one shift a run, where it comes from and where it goes.
+    return pair + np.repeat(start - before, length), pair + np.repeat(to - before, length)

@@ -45,6 +45,7 @@ def main() -> None:
     lines += [
         ("ours threads hf", ours("threads", engine="hf")),
         ("ours threads", ours("threads")),
+        ("ours threads, units of 1 MiB", ours("threads", unit_bytes=1 << 20)),
         ("ours threads jsonl", ours("threads", fmt="jsonl")),
         ("ours threads jsonl.zst", ours("threads", fmt="jsonl.zst")),
         ("ours processes", ours("processes")),
