@@ -167,6 +167,21 @@ def run(
     return make(wanted)
 
 
+@app.command(epilog="Example: zephon-ray prewarm recipe.yaml --set execution.token_cache=cache")
+def prewarm(
+    recipe: RecipePath,
+    runner: Runner = None,
+    workers: Workers = None,
+    address: Address = None,
+    overrides: Overrides = [],  # noqa: B006
+    json: Json = False,
+) -> int:
+    """Fill the token cache of a recipe: tokenise every source once. What is there is not made again."""
+    from zephon_ray.cli.prewarm import fill
+
+    return fill(recipe, overrides, runner.value if runner else None, workers, address, as_json=json)
+
+
 @app.command(epilog="Example: zephon-ray verify runs/first --steps 100:200")
 def verify(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="The directory of a run.", show_default=False)],
