@@ -1,15 +1,9 @@
-"""Fills a recipe's token cache. There is no token cache yet, so this says so and ends with 2."""
+"""`zephon-ray prewarm` as a Ray job: the cluster's workers fill a recipe's token cache."""
 
 from __future__ import annotations
 
 import sys
 
-from zephon_ray.cli.faults import tell_error
-from zephon_ray.errors import UserError
+from zephon_ray.cli.jobs import run_job
 
-NO_CACHE = UserError(
-    "prewarm: this version of zephon_ray has no token cache, so there is nothing to fill. Leave this job out: units are tokenised when"
-    " they are needed"
-)
-
-sys.exit(tell_error(NO_CACHE, as_json="--json" in sys.argv[1:]))
+sys.exit(run_job("prewarm", sys.argv[1:]))

@@ -32,7 +32,7 @@ from zephon_ray.recipe import Recipe
 ROOT = Path(__file__).parents[1]
 CASE = GOLDEN / "wrap_two_sources"
 RECIPE = str(CASE / "recipe.yaml")
-VERBS = ("demo", "validate", "index", "plan", "run", "verify", "prove", "serve", "stop", "status")
+VERBS = ("demo", "validate", "index", "plan", "run", "prewarm", "bench", "verify", "prove", "serve", "stop", "status")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -247,6 +247,7 @@ class ExecutionSpec(Fields):
         prefetch_steps: global batches made ahead of the trainer, at least 0.
         hot_replay_bytes: bytes kept for a quick resume; None: 30 % of the object store.
         token_cache: folder or URL of the token cache; None: no cache.
+        token_cache_bytes: bytes of the cache's entries, about; what was used longest ago is deleted for what is new.
         storage: how object stores are reached.
         stall_seconds: without a unit from Ray before its execution is given up and opened again.
     """
@@ -258,6 +259,7 @@ class ExecutionSpec(Fields):
     prefetch_steps: Annotated[int, Field(ge=0, lt=1 << 31)] = 8
     hot_replay_bytes: Size | None = None
     token_cache: Location | None = None
+    token_cache_bytes: Size = 64 << 30
     storage: StorageSpec = StorageSpec()
     stall_seconds: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 60.0
 

@@ -11,7 +11,7 @@ import math
 import os
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -126,15 +126,27 @@ def quieten() -> None:
         ours.propagate = False
 
 
-def descendants() -> list[Process]:
-    """The processes that this one started, and theirs, in order of pid. Empty where there is no /proc."""
+def descendants(of: int | None = None) -> list[Process]:
+    """The processes that a process, by default this one, started, and theirs, in order of pid. Empty where there is no /proc."""
     found = {process.pid: process for process in _processes()}
-    families = {os.getpid()}
+    root = os.getpid() if of is None else of
+    families = {root}
     size = 0
     while size < len(families):
         size = len(families)
         families |= {process.pid for process in found.values() if process.parent in families}
-    return [found[pid] for pid in sorted(families - {os.getpid()}) if pid in found]
+    return [found[pid] for pid in sorted(families - {root}) if pid in found]
+
+
+def resident_bytes(pids: Iterable[int]) -> int:
+    """Memory of some processes, where pages that several share count once (PSS). Those that are gone, or not ours to look at, are none."""
+    total = 0
+    for pid in pids:
+        with suppress(OSError):
+            for line in (Path("/proc") / str(pid) / "smaps_rollup").read_text().splitlines():
+                if line.startswith("Pss:"):
+                    total += int(line.split()[1]) << 10
+    return total
 
 
 def born(pid: int) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import islice
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 
 import pyarrow as pa
@@ -14,12 +15,31 @@ import pytest
 from tests.bench.adapters import ours
 from tests.bench.collector import pairs_per_cpu_second
 from tests.bench.feed import latency
+from tests.bench.startup import a_recipe, compare, states, write
 from tests.golden_cases import GOLDEN
 from zephon_ray.testing import documents
 
 
 def test_the_collectors_measurement_runs() -> None:
     assert pairs_per_cpu_second(8, 600, "wrap", seconds=0.01) > 0
+
+
+@pytest.mark.parametrize("form", ["plain", "zst"])
+def test_the_measurement_of_starts_runs(form: str, tmp_path: Path) -> None:
+    write(tmp_path / form, form, files=1)
+    recipe = a_recipe(tmp_path / form)
+    (state,) = states(recipe, [5])
+    assert all(one.cpu_s > 0 for some in compare(recipe, state, rounds=1) for one in some)
+
+
+@pytest.mark.bench
+@pytest.mark.parametrize("form", ["plain", "groups"])
+def test_a_restore_costs_at_most_half_more_than_a_cold_start_early_and_late(form: str, tmp_path: Path) -> None:
+    write(tmp_path / form, form, files=16)
+    recipe = a_recipe(tmp_path / form)
+    for state in states(recipe, [10, 15_000]):
+        cold, warm = compare(recipe, state, rounds=5)
+        assert median(start.cpu_s for start in warm) < 1.5 * median(start.cpu_s for start in cold)
 
 
 @pytest.mark.usefixtures("ray_session")

@@ -72,6 +72,7 @@ WHERE_AND_HOW = {
     "execution.prefetch_steps": 0,
     "execution.hot_replay_bytes": 1,
     "execution.token_cache": "cache",
+    "execution.token_cache_bytes": 1 << 20,
     "execution.storage.endpoint_url": "http://localhost:9000",
     "execution.storage.region": "here",
     "execution.storage.anonymous": True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -142,14 +143,7 @@ def job(name: str, *arguments: str, **environment: str) -> subprocess.CompletedP
     )  # fmt: skip
 
 
-def test_prewarm_says_that_there_is_no_token_cache() -> None:
-    ended = job("prewarm", "recipe.yaml")
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert "no token cache" in ended.stderr
-    assert "no token cache" in json.loads(job("prewarm", "recipe.yaml", "--json").stdout)["error"]["message"]
-
-
-@pytest.mark.parametrize("name", ["serve", "verify"])
+@pytest.mark.parametrize("name", ["serve", "verify", "prewarm"])
 def test_a_job_that_is_none_says_how_to_submit_it(name: str) -> None:
     ended = job(name, "x")
     assert ended.returncode == 2
@@ -167,8 +161,9 @@ def test_a_job_cannot_be_given_another_runner() -> None:
 @pytest.mark.xdist_group("ray")
 def test_jobs_run_as_documented_and_the_feed_outlives_its_job_or_not(head: Head, tmp_path: Path) -> None:
     recipe, runs_folder = tiny_corpus(tmp_path, execution={"runner": "ray"}), tmp_path / "runs"
-    serve, verify = (
-        line.replace("/path/to/recipe.yaml", str(recipe)).replace("/path/to/runs", str(runs_folder)) for line in documented("submit")
+    paths = {"/path/to/recipe.yaml": recipe, "/path/to/runs": runs_folder, "/path/to/cache": tmp_path / "cache"}
+    serve, verify, prewarm = (
+        functools.reduce(lambda line, path: line.replace(path, str(paths[path])), paths, x) for x in documented("submit")
     )
     served = submit(head, serve)
     assert served.returncode == 0, served.stdout + served.stderr
@@ -187,6 +182,13 @@ def test_jobs_run_as_documented_and_the_feed_outlives_its_job_or_not(head: Head,
     verified = submit(head, verify)
     assert verified.returncode == 0, verified.stdout + verified.stderr
     assert "steps 1 to 10 are equal to the ledger" in verified.stdout
+
+    for written, there in ((True, 0), (False, 1)):  # a second time nothing is left to be done
+        filled = submit(head, f"{prewarm} --json")
+        assert filled.returncode == 0, filled.stdout + filled.stderr
+        (said,) = (json.loads(line) for line in filled.stdout.splitlines() if line.startswith('{"units"'))
+        assert (said["written"] > 0, said["cached"], said["not_kept"]) == (written, there * said["units"], 0)
+        assert said["cache"]["entries"] == said["units"] > 0
 
     unheard = {**head.environment, "RAY_AUTH_MODE": "disabled"}
     refused = Head(address=head.address, dashboard=head.dashboard, metrics=head.metrics, environment=unheard).run(verify, 60)

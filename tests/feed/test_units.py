@@ -12,7 +12,7 @@ from zephon_ray.errors import SourceError
 from zephon_ray.feed.units import Facts, Place, Shelf, UnitRef, copied, describe, refer, unit_at
 from zephon_ray.runners.base import FailedUnit
 from zephon_ray.runners.ray_worker import BLOCK_BYTES, _row, packed
-from zephon_ray.runners.worker import Made
+from zephon_ray.runners.worker import Effort, Made
 from zephon_ray.stages.unit import TokenisedUnit
 
 
@@ -26,7 +26,7 @@ def a_unit(number: int, ids: int = 100) -> TokenisedUnit:
 
 
 def a_block(units: list[TokenisedUnit | FailedUnit]) -> pa.Table:
-    (table,) = packed(_row(Made(unit=unit, skipped_bytes=number)) for number, unit in enumerate(units))
+    (table,) = packed(_row(Made(unit=unit, effort=Effort(skipped_bytes=number))) for number, unit in enumerate(units))
     return table
 
 
@@ -35,7 +35,7 @@ def test_a_description_says_all_but_the_arrays_and_the_row_leads_back_to_the_uni
     failed = FailedUnit(source=0, epoch=0, group=9, unit=0, error=SourceError("gone"))
     block = a_block([*units[:2], failed, *units[2:]])
     given = refer(block, describe(block), Shelf(lambda places: places))
-    assert [skipped for _, skipped in given] == [0, 1, 2, 3, 4, 5]
+    assert [effort.skipped_bytes for _, effort in given] == [0, 1, 2, 3, 4, 5]
     refs = [ref for ref, _ in given if isinstance(ref, UnitRef)]
     assert isinstance(given[2][0], FailedUnit)
     assert str(given[2][0].error) == "gone"

@@ -16,16 +16,16 @@ def run_job(verb: str, arguments: Sequence[str]) -> int:
     Ray tells a job its cluster in RAY_ADDRESS. The commands themselves never look there.
 
     Args:
-        verb: "serve" or "verify".
+        verb: "serve", or one that reads: "verify", "prewarm".
         arguments: what follows it on the command line.
     """
     address = os.environ.get("RAY_ADDRESS")
     if not address:
         error = UserError(f"RAY_ADDRESS is not set, so this is no Ray job. Submit it with `ray job submit`, or use `zephon-ray {verb}`")
         return faults.tell_error(error, as_json="--json" in arguments)
-    if verb == "verify":
+    if verb != "serve":
         if any(argument.split("=")[0] == "--runner" for argument in arguments):
-            error = UserError("--runner: a job runs on Ray. Leave it out, or use `zephon-ray verify` on one machine")
+            error = UserError(f"--runner: a job runs on Ray. Leave it out, or use `zephon-ray {verb}` on one machine")
             return faults.tell_error(error, as_json="--json" in arguments)
         arguments = [*arguments, "--runner", "ray"]
     return run_command([verb, *arguments, "--address", address])

@@ -167,6 +167,54 @@ def run(
     return make(wanted)
 
 
+@app.command(epilog="Example: zephon-ray prewarm recipe.yaml --set execution.token_cache=cache")
+def prewarm(
+    recipe: RecipePath,
+    runner: Runner = None,
+    workers: Workers = None,
+    address: Address = None,
+    overrides: Overrides = [],  # noqa: B006
+    json: Json = False,
+) -> int:
+    """Fill the token cache of a recipe: tokenise every source once. What is there is not made again."""
+    from zephon_ray.cli.prewarm import fill
+
+    return fill(recipe, overrides, runner.value if runner else None, workers, address, as_json=json)
+
+
+class EngineName(StrEnum):
+    """What makes ids of texts."""
+
+    AUTO = "auto"
+    HF = "hf"
+    FAST = "fast"
+
+
+@app.command(epilog="Example: zephon-ray bench recipe.yaml --runner threads --runner ray --seconds 20 --compare")
+def bench(
+    recipe: RecipePath,
+    runner: Annotated[
+        list[RunnerName], typer.Option(help="Who reads and tokenises; by default the recipe's. Repeatable.", show_default=False)
+    ] = [],  # noqa: B006
+    engine: Annotated[EngineName | None, typer.Option(help="What makes ids; by default the recipe's.", show_default=False)] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Each measurement takes so long, after its first batches.")] = 10.0,
+    compare: Annotated[bool, typer.Option("--compare", help="Beside other loaders that are installed, on the same documents.")] = False,
+    workers: Workers = None,
+    address: Address = None,
+    overrides: Overrides = [],  # noqa: B006
+    json: Json = False,
+) -> int:
+    """Measure what batches cost: CPU a token against the engine's own limit, speed, start-up, memory. Each in a fresh process."""
+    from zephon_ray.cli.bench import Wanted, measure
+
+    wanted = Wanted(
+        recipe=recipe, overrides=(*overrides, *(f"execution.engine={engine.value}" for engine in [engine] if engine)),
+        runners=tuple(runner.value for runner in runner) or (None,), seconds=seconds, compare=compare, workers=workers, address=address,
+        as_json=json,
+    )  # fmt: skip
+    return measure(wanted)
+
+
 @app.command(epilog="Example: zephon-ray verify runs/first --steps 100:200")
 def verify(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="The directory of a run.", show_default=False)],

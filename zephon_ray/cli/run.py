@@ -138,7 +138,9 @@ def _summarise(recipe: Recipe, wanted: Wanted, summary: RunSummary, stopped: sig
             facts += [("padding", f"{summary.padding:,} of {tokens + summary.padding:,} pairs"), ("speed", _speed(tokens, summary))]
         if summary.stats:
             again = f", {summary.stats.retries} made again because their worker died" if summary.stats.retries else ""
-            facts.append(("units read", f"{summary.stats.units:,} ({size(summary.stats.text_bytes)} of text){again}"))
+            cached = f", {summary.stats.cached:,} of them from the token cache" if summary.stats.cached else ""
+            damaged = f", {summary.stats.corrupt} made again because their entry was damaged" if summary.stats.corrupt else ""
+            facts.append(("units read", f"{summary.stats.units:,} ({size(summary.stats.text_bytes)} of text){cached}{damaged}{again}"))
         show(pairs_of(facts), file=sys.stderr if wanted.print_digests else sys.stdout)
     if summary.ended and summary.last_step < wanted.steps and not wanted.quiet:
         say(f"the stream ended after step {summary.last_step}: the recipe's epochs are over")

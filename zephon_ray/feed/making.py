@@ -358,4 +358,8 @@ def _sum(before: RunnerStats, now: RunnerStats) -> RunnerStats:
         skipped_bytes=before.skipped_bytes + now.skipped_bytes,
         retries=before.retries + now.retries,
         workers=now.workers,
+        remade=before.remade + now.remade,
+        cached=before.cached + now.cached,
+        written=before.written + now.written,
+        corrupt=before.corrupt + now.corrupt,
     )

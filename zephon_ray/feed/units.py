@@ -17,6 +17,7 @@ from zephon_ray.runners.base import FailedUnit, Job
 from zephon_ray.runners.ray_data import Given
 from zephon_ray.runners.ray_runner import RayRunner
 from zephon_ray.runners.ray_worker import packed, units_of
+from zephon_ray.runners.worker import Effort
 from zephon_ray.stages.unit import SCHEMA, TokenisedUnit
 
 
@@ -50,8 +51,8 @@ class Facts:
 
 _FACTS = tuple(field.name for field in fields(Facts))
 
-Described = tuple[Facts | FailedUnit, int]
-"""A unit of a block, and the bytes decoded, but not tokenised, on the way to it."""
+Described = tuple[Facts | FailedUnit, Effort]
+"""A unit of a block, and what it took."""
 
 
 def describe(table: pa.Table) -> list[Described]:
@@ -59,7 +60,7 @@ def describe(table: pa.Table) -> list[Described]:
     return [
         (
             made.unit if isinstance(made.unit, FailedUnit) else Facts(**{name: getattr(made.unit, name) for name in _FACTS}),
-            made.skipped_bytes,
+            made.effort,
         )
         for made in units_of(table)
     ]
@@ -142,8 +143,8 @@ class UnitRef(Facts):
 def refer(block: Any, described: Sequence[Described], shelf: Shelf) -> list[Given]:
     """References to the units of a block that was described."""
     return [
-        (unit if isinstance(unit, FailedUnit) else UnitRef.of(unit, Place(block=block, row=row), shelf), skipped)
-        for row, (unit, skipped) in enumerate(described)
+        (unit if isinstance(unit, FailedUnit) else UnitRef.of(unit, Place(block=block, row=row), shelf), effort)
+        for row, (unit, effort) in enumerate(described)
     ]
 
 

@@ -68,7 +68,10 @@ class RunnerStats:
         skipped_bytes: bytes decoded, but not tokenised, to reach a unit inside a stream.
         retries: units asked for again because their worker died or hung.
         workers: how many units can be in the making at a time.
-        remade: units made again by the reference, because the fast engine gave other ids; on Ray its workers log them, and this is 0.
+        remade: units made again by the reference, because the fast engine gave other ids.
+        cached: units among them that came from the token cache.
+        written: units that were put there.
+        corrupt: entries of the token cache that were cut or damaged, so that their units were tokenised again.
     """
 
     units: int
@@ -77,6 +80,9 @@ class RunnerStats:
     retries: int
     workers: int
     remade: int = 0
+    cached: int = 0
+    written: int = 0
+    corrupt: int = 0
 
 
 class Runner(ABC):

@@ -30,15 +30,19 @@ class _Tally:
     """Counts what was made."""
 
     def __init__(self) -> None:
-        self.units = self.text_bytes = self.skipped_bytes = self.retries = self.remade = 0
+        self.units = self.text_bytes = self.skipped_bytes = self.retries = 0
+        self.remade = self.cached = self.written = self.corrupt = 0
 
     def add(self, made: Made) -> None:
         if isinstance(made.unit, TokenisedUnit):
             self.units += 1
             self.text_bytes += made.unit.text_bytes
-        self.skipped_bytes += made.skipped_bytes
+        self.skipped_bytes += made.effort.skipped_bytes
+        self.cached += made.effort.cached
+        self.written += made.effort.written
+        self.corrupt += made.effort.corrupt
         self.retries += made.retries
-        self.remade += made.remade
+        self.remade += made.effort.remade
 
     def stats(self, workers: int) -> RunnerStats:
         return RunnerStats(
@@ -48,6 +52,9 @@ class _Tally:
             retries=self.retries,
             workers=workers,
             remade=self.remade,
+            cached=self.cached,
+            written=self.written,
+            corrupt=self.corrupt,
         )
 
 

@@ -16,12 +16,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
+from zephon_ray.cache import Tokeniser, open_tokeniser
 from zephon_ray.errors import RunnerError
 from zephon_ray.plan.windows import UnitTask
 from zephon_ray.runners.base import name_of
 from zephon_ray.runners.wire import receive, send
 from zephon_ray.runners.worker import SHELTERED, Made, make
-from zephon_ray.stages.tokenise import Options, UnitTokeniser
+from zephon_ray.stages.tokenise import Options
 
 MAX_DEATHS = 3
 """So many processes may die of one unit, or while they start."""
@@ -37,10 +38,10 @@ class InThread:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._tokeniser: UnitTokeniser | None = None
+        self._tokeniser: Tokeniser | None = None
 
     def make(self, task: UnitTask) -> Made:
-        self._tokeniser = self._tokeniser or UnitTokeniser(self._options)
+        self._tokeniser = self._tokeniser or open_tokeniser(self._options)
         return make(self._tokeniser, task)
 
     def interrupt(self) -> None:

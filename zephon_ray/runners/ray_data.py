@@ -25,20 +25,21 @@ from ray.data import DataContext
 from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
 
+from zephon_ray.cache import Tokeniser, open_tokeniser
 from zephon_ray.errors import RunnerError, ZephonError
 from zephon_ray.recipe import WorkersSpec
 from zephon_ray.runners.base import Job
 from zephon_ray.runners.ray_worker import NAME, TITLE, Entry, units_of
 from zephon_ray.runners.ray_worker import blocks as made_blocks
-from zephon_ray.stages.tokenise import UnitTokeniser
+from zephon_ray.runners.worker import Effort
 
 _CONTEXT = threading.Lock()
 """Ray Data's context is one for the process: whoever sets it to make a dataset holds this."""
 
-_TOKENISERS: dict[str, UnitTokeniser] = {}
+_TOKENISERS: dict[str, Tokeniser] = {}
 
-Given = tuple[Any, int]
-"""A unit, or what stands for one, or a `FailedUnit`; and the bytes that were decoded, but not tokenised, on the way to it."""
+Given = tuple[Any, Effort]
+"""A unit, or what stands for one, or a `FailedUnit`; and what it took."""
 
 Read = Callable[[Any], Sequence[Given]]
 """Says what a block holds, given a reference to it. It is called in the threads of waves. What it raises of ours ends the stream."""
@@ -46,7 +47,7 @@ Read = Callable[[Any], Sequence[Given]]
 
 def fetch(block: Any) -> Sequence[Given]:
     """The units themselves: the block is brought into this process."""
-    return [(made.unit, made.skipped_bytes) for made in units_of(ray.get(block))]
+    return [(made.unit, made.effort) for made in units_of(ray.get(block))]
 
 
 # How read tasks are told not to be retried has no named parameter in Ray 2.60, and the unnamed way warns.
@@ -86,7 +87,7 @@ def _reader(job: ray.ObjectRef[Job], mailbox: Any, wave: int, task: int, tasks: 
         tokeniser = _TOKENISERS.get(job.hex())
         if tokeniser is None:
             _TOKENISERS.clear()
-            tokeniser = _TOKENISERS[job.hex()] = UnitTokeniser(made.options)
+            tokeniser = _TOKENISERS[job.hex()] = open_tokeniser(made.options)
         yield from made_blocks(made, tokeniser, task, tasks, lambda number: ray.get(mailbox.entry.remote(wave, task, number)))
 
     return read

@@ -68,6 +68,7 @@ class _Core:
         self._launched = 0
         self._draining: set[int] = set()
         self._units = self._text_bytes = self._skipped_bytes = self._again = 0
+        self._remade = self._cached = self._written = self._corrupt = 0
         self._load = Load(time.monotonic())
         self._progress = self._opened = time.monotonic()
         self._deaths = self._reopened = 0
@@ -139,6 +140,10 @@ class _Core:
                 skipped_bytes=self._skipped_bytes,
                 retries=self._again,
                 workers=sum(w.tasks for w in self._waves if not w.cut),
+                remade=self._remade,
+                cached=self._cached,
+                written=self._written,
+                corrupt=self._corrupt,
             )
 
     def _condition(self) -> str:
@@ -338,17 +343,21 @@ class _Core:
 
     def _deliver(self, wave: Wave, given: Sequence[Given]) -> None:
         with self._changed:
-            for unit, skipped_bytes in given:
+            for unit, effort in given:
                 failed = isinstance(unit, FailedUnit)
                 last = None if failed or unit.error is not None else unit.last
                 front = self._fronts[unit.source]
-                wave.skipped_bytes += skipped_bytes
-                self._skipped_bytes += skipped_bytes
+                wave.skipped_bytes += effort.skipped_bytes
+                self._skipped_bytes += effort.skipped_bytes
+                self._remade += effort.remade
+                self._written += effort.written
+                self._corrupt += effort.corrupt
                 if not front.take(unit.epoch, unit.group, unit.unit, last):
                     self._again += 1
                     continue
                 self._results.append(unit)
                 self._units += 1
+                self._cached += effort.cached
                 self._progress, self._deaths, self._reopened = time.monotonic(), 0, 0
                 if not failed:
                     wave.text_bytes += unit.text_bytes

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from zephon_ray.cache import Tokeniser
 from zephon_ray.runners.base import FailedUnit, Job
 from zephon_ray.runners.fronts import Grant, SlotStart, SlotWalk
-from zephon_ray.runners.worker import Made, make, portable
-from zephon_ray.stages.tokenise import UnitTokeniser
+from zephon_ray.runners.worker import EFFORT, Effort, Made, make, portable
 from zephon_ray.stages.unit import SCHEMA, TokenisedUnit
 
 NAME = "ZephonUnits"
@@ -26,8 +26,8 @@ TITLE = f"Read{NAME}"
 BLOCK_BYTES = 4 << 20
 """Ids a block holds at most, unless a single unit has more."""
 
-MADE = pa.schema([*SCHEMA, pa.field("skipped_bytes", pa.int64(), nullable=False), pa.field("failure", pa.binary())])
-"""A unit as a row of a block; `failure` is the pickled error of a unit that could not be made, between our own processes."""
+MADE = pa.schema([*SCHEMA, *(pa.field(name, pa.int64(), nullable=False) for name in EFFORT), pa.field("failure", pa.binary())])
+"""A unit as a row of a block, with what it took; `failure` is the pickled error of one that was not made, between our own processes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +43,7 @@ class Entry:
     grants: Sequence[Grant]
 
 
-def blocks(job: Job, tokeniser: UnitTokeniser, task: int, tasks: int, next_entry: Callable[[int], Entry | None]) -> Iterator[pa.Table]:
+def blocks(job: Job, tokeniser: Tokeniser, task: int, tasks: int, next_entry: Callable[[int], Entry | None]) -> Iterator[pa.Table]:
     """Make the units of every slot whose number is `task` modulo `tasks`, until `next_entry` gives None.
 
     Args:
@@ -63,7 +63,7 @@ def blocks(job: Job, tokeniser: UnitTokeniser, task: int, tasks: int, next_entry
         number += 1
 
 
-def _rows(tokeniser: UnitTokeniser, walks: Mapping[int, SlotWalk], grants: Sequence[Grant]) -> Iterator[Made]:
+def _rows(tokeniser: Tokeniser, walks: Mapping[int, SlotWalk], grants: Sequence[Grant]) -> Iterator[Made]:
     """The units of an entry: a window of each source in turn."""
     for grant in grants:
         walks[grant.source].go_to(grant.epoch)
@@ -101,7 +101,8 @@ def _row(made: Made) -> pa.RecordBatch:
         failure = pickle.dumps(portable(unit.error))
         unit = TokenisedUnit.nothing(source=unit.source, epoch=unit.epoch, group=unit.group, unit=unit.unit)
     row = unit.to_arrow()
-    columns = [*row.columns, pa.array([made.skipped_bytes], pa.int64()), pa.array([failure], pa.binary())]
+    effort = (pa.array([getattr(made.effort, name)], pa.int64()) for name in EFFORT)
+    columns = [*row.columns, *effort, pa.array([failure], pa.binary())]
     return pa.RecordBatch.from_arrays(columns, schema=MADE)
 
 
@@ -115,4 +116,4 @@ def units_of(table: pa.Table) -> Iterator[Made]:
             if failure is not None:
                 error = pickle.loads(failure)  # noqa: S301  our own worker's
                 unit = FailedUnit(source=unit.source, epoch=unit.epoch, group=unit.group, unit=unit.unit, error=error)
-            yield Made(unit=unit, skipped_bytes=batch.column("skipped_bytes")[row].as_py())
+            yield Made(unit=unit, effort=Effort(**{name: batch.column(name)[row].as_py() for name in EFFORT}))

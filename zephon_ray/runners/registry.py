@@ -25,7 +25,6 @@ def idle_options(recipe: Recipe) -> list[str]:
     idle = [
         (name, why)
         for name, is_set, why in (
-            ("token_cache", execution.token_cache is not None, "there is no token cache yet"),
             ("hot_replay_bytes", execution.hot_replay_bytes is not None, of_feeds),
             ("lane_workers", execution.lane_workers != 1, of_feeds),
         )

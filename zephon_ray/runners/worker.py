@@ -14,8 +14,9 @@ import signal
 import socket
 import threading
 import traceback
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
+from zephon_ray.cache import Tokeniser, open_tokeniser
 from zephon_ray.errors import RunnerError, ZephonError
 from zephon_ray.plan.windows import UnitTask
 from zephon_ray.runners.base import FailedUnit
@@ -31,33 +32,64 @@ _PARENT_CHECK_MS = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Effort:
+    """What a unit took.
+
+    Args:
+        skipped_bytes: bytes decoded, but not tokenised, on the way to it.
+        remade: 1 where the reference made it again, because the fast engine gave other ids.
+        cached: 1 where it came from the token cache.
+        written: 1 where it was put there.
+        corrupt: entries of the token cache that were damaged.
+    """
+
+    skipped_bytes: int = 0
+    remade: int = 0
+    cached: int = 0
+    written: int = 0
+    corrupt: int = 0
+
+
+EFFORT = tuple(field.name for field in fields(Effort))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Made:
     """What a worker did for one task.
 
     Args:
         unit: the unit, or why there is none.
-        skipped_bytes: bytes decoded, but not tokenised, on the way to it.
+        effort: what it took.
         retries: how often it was begun again.
-        remade: the reference made it again, because the fast engine gave other ids.
     """
 
     unit: TokenisedUnit | FailedUnit
-    skipped_bytes: int
+    effort: Effort
     retries: int = 0
-    remade: bool = False
 
 
-def make(tokeniser: UnitTokeniser, task: UnitTask) -> Made:
+def make(tokeniser: Tokeniser, task: UnitTask) -> Made:
     """Make a unit. Whatever goes wrong belongs to the unit and is raised by whoever needs it."""
-    before = tokeniser.counters
+    before = _spent(tokeniser)
     unit: TokenisedUnit | FailedUnit
     try:
         unit = tokeniser.tokenise(task)
     except Exception as error:  # noqa: BLE001  raised again where the unit is needed
         source, epoch, group, number = task.key
         unit = FailedUnit(source=source, epoch=epoch, group=group, unit=number, error=error)
-    after = tokeniser.counters
-    return Made(unit=unit, skipped_bytes=after.skipped_bytes - before.skipped_bytes, remade=after.remade > before.remade)
+    after = _spent(tokeniser)
+    effort = Effort(**{name: getattr(after, name) - getattr(before, name) for name in EFFORT})
+    return Made(unit=unit, effort=effort)
+
+
+def _spent(tokeniser: Tokeniser) -> Effort:
+    """By all units so far."""
+    counters = tokeniser.counters
+    effort = Effort(skipped_bytes=counters.skipped_bytes, remade=counters.remade)
+    if isinstance(tokeniser, UnitTokeniser):
+        return effort
+    cache = tokeniser.cache_counters
+    return replace(effort, cached=tokeniser.given, written=cache.written, corrupt=cache.corrupt)
 
 
 def main(fd: int, parent: int) -> None:
@@ -82,7 +114,7 @@ def main(fd: int, parent: int) -> None:
 def _serve(sock: socket.socket) -> None:
     options: Options = receive(sock)
     try:
-        tokeniser = UnitTokeniser(options)
+        tokeniser = open_tokeniser(options)
     except Exception as error:  # noqa: BLE001  raised by the other end
         send(sock, portable(error))
         return

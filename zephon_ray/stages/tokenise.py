@@ -21,6 +21,7 @@ from zephon_ray.stages.engines import encoder_of
 from zephon_ray.stages.engines.base import Encoded, EngineName
 from zephon_ray.stages.engines.hf import load_tokenizer
 from zephon_ray.stages.reading import UnitReader
+from zephon_ray.stages.texts import UnitTexts
 from zephon_ray.stages.unit import TokenisedUnit, UnitTask
 from zephon_ray.storage import Storage
 
@@ -44,6 +45,9 @@ class Options:
             which is as many as one worker can be given at a time.
         storage: how to reach the shards.
         engine: what may make the ids; they do not depend on it.
+        token_cache: absolute path or URL of the token cache; None: there is none.
+        token_cache_bytes: of all its entries.
+        only_fill_cache: units are wanted for the cache alone, and come without ids.
     """
 
     tokenizer_json: bytes = field(repr=False)
@@ -57,6 +61,9 @@ class Options:
     max_streams: int
     storage: StorageSpec
     engine: EngineName = "hf"
+    token_cache: str | None
+    token_cache_bytes: int
+    only_fill_cache: bool
 
 
 def make_options(recipe: Recipe) -> Options:
@@ -93,6 +100,9 @@ def make_options(recipe: Recipe) -> Options:
         max_streams=sum(recipe.window_groups_of(source) for source in range(len(recipe.sources))),
         storage=recipe.execution.storage,
         engine=engine,
+        token_cache=recipe.token_cache_url,
+        token_cache_bytes=recipe.execution.token_cache_bytes,
+        only_fill_cache=False,
     )
 
 
@@ -176,7 +186,14 @@ class UnitTokeniser:
             DataChangedError: the shard is not what the manifest says, or has no such unit.
             StorageError: the store goes on failing.
         """
-        read = self._reader.read(task)
+        return self.encode(task, self.read(task))
+
+    def read(self, task: UnitTask) -> UnitTexts:
+        """The first half of `tokenise`, which raises what it raises."""
+        return self._reader.read(task)
+
+    def encode(self, task: UnitTask, read: UnitTexts) -> TokenisedUnit:
+        """The second half: a unit of what was read of it."""
         encoded, remade = self._encoder.encode(read.texts, task.key)
         ids, offsets, short = _documents(encoded, self._bos, self._eos)
         text_bytes = read.texts.nbytes

@@ -10,5 +10,6 @@ from __future__ import annotations
 
 from zephon_ray.storage.local import Listed, is_local, join, local_path
 from zephon_ray.storage.store import Storage
+from zephon_ray.storage.versions import Aged, FileVersion
 
-__all__ = ["Listed", "Storage", "is_local", "join", "local_path"]
+__all__ = ["Aged", "FileVersion", "Listed", "Storage", "is_local", "join", "local_path"]

@@ -59,15 +59,16 @@ def walk(folder: str, prefix: str, depth: int | None) -> Iterator[Listed]:
                 yield Listed(prefix + entry.name, status.st_size, False)
 
 
-def write_local(path: str, data: bytes, exclusive: bool) -> None:
+def write_local(path: str, data: bytes, exclusive: bool, durable: bool = True) -> None:
     folder = os.path.dirname(path)
     os.makedirs(folder, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=folder, prefix=".zephon-", suffix=".part")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.chmod(temporary, 0o666 & ~_umask())
         if exclusive:
             os.link(temporary, path)  # unlike a rename, it fails where the name is taken

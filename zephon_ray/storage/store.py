@@ -22,6 +22,7 @@ from zephon_ray.recipe_fields import StorageSpec
 from zephon_ray.storage import faults
 from zephon_ray.storage.connections import filesystem, forget, fsspec_of
 from zephon_ray.storage.local import Listed, is_local, join, local_path, walk, write_local
+from zephon_ray.storage.versions import Aged, FileVersion, aged_local, aged_remote, local_version, remote_version
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -71,6 +72,10 @@ class Storage:
             return os.path.getsize(local_path(url))
         return self._call(url, _size)
 
+    def version(self, url: str) -> FileVersion:
+        """Which state a file is in; FileNotFoundError where there is none."""
+        return local_version(local_path(url)) if is_local(url) else self._call(url, remote_version)
+
     def kind(self, url: str) -> Literal["file", "folder"] | None:
         """What the name stands for: None where there is nothing."""
         if is_local(url):
@@ -110,7 +115,23 @@ class Storage:
         except FileNotFoundError:
             return []
 
-    def write_bytes(self, url: str, data: bytes, *, exclusive: bool = False) -> None:
+    def ages(self, url: str) -> list[Aged]:
+        """The files right in a folder with the times that they were written at; none where there is no folder."""
+        try:
+            if is_local(url):
+                return list(aged_local(local_path(url)))
+            return self._call(url, lambda fs, path: list(aged_remote(fs, path.rstrip("/"))))
+        except FileNotFoundError:
+            return []
+
+    def refresh(self, url: str, after_s: float) -> None:
+        """Have a local file look as if it were written now, if that was more than `after_s` seconds ago. Objects stay as they are."""
+        if is_local(url):
+            path = local_path(url)
+            if time.time() - os.stat(path).st_mtime > after_s:
+                os.utime(path)
+
+    def write_bytes(self, url: str, data: bytes, *, exclusive: bool = False, durable: bool = True) -> None:
         """Write a file whole, or not at all; local folders are made as needed.
 
         Args:
@@ -118,12 +139,13 @@ class Storage:
             data: the content.
             exclusive: refuse to replace. On a local disk and where the store creates exclusively this is safe against others writing at
                 the same time; elsewhere it is a look before the write, and the writer must read its claim back.
+            durable: on a local disk, wait until it outlives a loss of power. If not, one may leave it cut.
 
         Raises:
             FileExistsError: `exclusive`, and the file is there.
         """
         if is_local(url):
-            write_local(local_path(url), data, exclusive)
+            write_local(local_path(url), data, exclusive, durable)
         elif urlsplit(url).scheme == "s3":
             if exclusive and self.exists(url):
                 raise FileExistsError(errno.EEXIST, "exists already", url)

@@ -54,6 +54,11 @@ class Encoder:
         self._fast: Engine | None = None
         self._lock = threading.Lock()
 
+    @property
+    def engine_name(self) -> str:
+        """The engine that makes ids now; before the first unit, the reference."""
+        return (self._fast or self._reference).name
+
     def encode(self, texts: Texts, key: UnitKey) -> tuple[Encoded, bool]:
         """The ids of a unit's texts, and whether the reference had to make them again.
 
