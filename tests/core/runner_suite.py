@@ -328,7 +328,7 @@ class RunnerSuite:
         assert (good.error, good.documents) == (None, 3)
 
     def test_options_that_cannot_be_used_are_an_error_and_no_hang(self, runner: Runner, mixed_job: Job) -> None:
-        self.started(runner, replace(mixed_job, options=replace(mixed_job.options, tokenizer_json=b"{}")))
+        self.started(runner, replace(mixed_job, options=replace(mixed_job.options, tokenizer_json=b"{}", tokenizer_sha256="0" * 64)))
         runner.allow(0, 1)
         with pytest.raises(Exception, match="tokenizer"):
             runner.take(WAIT_S)

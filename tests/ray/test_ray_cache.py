@@ -22,7 +22,7 @@ def test_a_cluster_fills_a_cache_and_streams_from_it(tmp_path: Path) -> None:
     recipe = recipe_from_dict(data, "/")
 
     filled = prewarm(recipe, runner="ray")
-    assert filled.stats.written == filled.stats.units == filled.cache.entries > 50
+    assert filled.stats.written == filled.stats.units == filled.cache.entries > 20
     again = prewarm(recipe, runner="ray")
     assert (again.stats.written, again.stats.cached) == (0, filled.stats.units)
 

@@ -6,6 +6,8 @@ an order.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -107,8 +109,15 @@ def make_options(recipe: Recipe) -> Options:
 
 
 def _load(data: bytes, path: str) -> Tokenizer:
-    try:
+    with _unreadable(path):
         return load_tokenizer(data)
+
+
+@contextmanager
+def _unreadable(path: str) -> Iterator[None]:
+    """Say of which file it is that the library cannot read it."""
+    try:
+        yield
     except Exception as error:  # the library raises plain Exception
         raise RecipeError([f"tokenizer.path={path!r} is no tokenizer that this release reads: {error}. Name a tokenizer.json."]) from error
 
@@ -158,9 +167,10 @@ class UnitTokeniser:
     """
 
     def __init__(self, options: Options) -> None:
-        self._encoder = encoder_of(
-            options.tokenizer_json, options.tokenizer_sha256, plain=options.encode_special_tokens, engine=options.engine
-        )
+        with _unreadable("tokenizer.json"):
+            self._encoder = encoder_of(
+                options.tokenizer_json, options.tokenizer_sha256, plain=options.encode_special_tokens, engine=options.engine
+            )
         self._bos, self._eos = options.bos, options.eos
         self._reader = UnitReader(
             Storage(options.storage), options.max_document_bytes, options.on_bad_record == "fail", options.max_streams
