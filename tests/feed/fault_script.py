@@ -38,7 +38,7 @@ STEPS = 60
 AT = 10
 """Something happens after this step, or one soon after it."""
 STORE_BYTES = 80 << 20
-PIN_BYTES = 1 << 20
+PIN_BYTES = 256 << 10
 GIVE_UP_S = 300.0
 NO_DISK = {"local_fs_capacity_threshold": 0.0001}
 """Ray takes its disk for full, so it neither spills nor falls back on it."""
@@ -154,16 +154,16 @@ def _pinned(folder: Path, pick: random.Random, system: dict[str, Any]) -> dict[s
 
 
 def _pinned_under(job: Job, status: Callable[[], StreamStatus], expected: Sequence[Step]) -> dict[str, Any]:
-    pins = pin()
+    pins = Pins()
     pinned = time.time()
     waiting = Waiting(status)
     ended = job.join()
-    found = {"pinned_mb": len(pins) * PIN_BYTES >> 20, "end_s": time.time() - pinned, "ended": ended, "errors": job.errors}
+    found = {"pinned_mb": pins.nbytes >> 20, "end_s": time.time() - pinned, "ended": ended, "errors": job.errors}
     found |= {"spilled_mb": store().spilled_bytes_total >> 20, "said": waiting.end()}
     found |= {"same": job.same(expected), "steps": len(job.started[0].steps), "longest_s": job.longest_s(pinned)}
     found |= {"reopened": status().reopened, "kept_mb": status().kept_bytes >> 20}
     if any(job.errors):
-        del pins
+        pins.end()
         found["later"] = later(job, expected)
     return found
 
@@ -201,15 +201,34 @@ def rank_store_full(folder: Path, pick: random.Random) -> dict[str, Any]:
         nodes.close()
 
 
-def pin() -> list[Any]:
-    """Objects in use, so many that there is room for no other."""
-    here = ray.get_runtime_context().get_node_id()
-    (whole,) = [node["Resources"]["object_store_memory"] for node in ray.nodes() if node["NodeID"] == here]
-    pins: list[Any] = []
-    with suppress(ObjectStoreFullError, OutOfDiskError):
-        while len(pins) * PIN_BYTES < whole:
-            pins.append(ray.get(ray.put(np.zeros(PIN_BYTES // 8))))
-    return pins
+class Pins(threading.Thread):
+    """Objects in use, so many that there is room for no other; what becomes free is taken too, until it ends."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        here = ray.get_runtime_context().get_node_id()
+        (self._whole,) = [node["Resources"]["object_store_memory"] for node in ray.nodes() if node["NodeID"] == here]
+        self._pins, self._over = list[Any](), threading.Event()
+        self._fill()
+        self.start()
+
+    def _fill(self) -> None:
+        with suppress(ObjectStoreFullError, OutOfDiskError):
+            while len(self._pins) * PIN_BYTES < self._whole and not self._over.is_set():
+                self._pins.append(ray.get(ray.put(np.zeros(PIN_BYTES // 8))))
+
+    def run(self) -> None:
+        while not self._over.wait(0.1):
+            self._fill()
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._pins) * PIN_BYTES
+
+    def end(self) -> None:
+        self._over.set()
+        self.join(60)
+        self._pins.clear()
 
 
 def later(job: Job, expected: Sequence[Step]) -> dict[str, Any]:

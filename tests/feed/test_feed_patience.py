@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import GetTimeoutError, ObjectStoreFullError
+from ray.exceptions import GetTimeoutError, ObjectStoreFullError, OutOfDiskError
 
 from tests.feed.stand_in import Here
 from tests.feed.test_feed_streams import LIMIT_S, serving
@@ -24,6 +24,7 @@ from zephon_ray.feed.blocks import RowBlock
 from zephon_ray.feed.feed import RayStates
 from zephon_ray.feed.protocol import StepReply, TakeReply, TakeRequest
 from zephon_ray.feed.reader import Reader
+from zephon_ray.runners.ray_cluster import one_line
 
 
 def test_production_that_fails_slowly_is_tried_once_more_and_status_says_so_meanwhile(
@@ -96,3 +97,10 @@ def test_a_state_that_the_store_has_no_room_for_goes_with_the_reply(tmp_path: Pa
 
     monkeypatch.setattr(ray, "put", put)
     assert RayStates().put(state) is state
+
+
+def test_a_store_without_room_is_said_in_words_and_colours_are_left_out() -> None:
+    assert one_line(OutOfDiskError(("01f6", b"\n\x1c", ""))).startswith("the object store of a node is full, and so is the disk")  # type: ignore[arg-type]
+    assert one_line(ObjectStoreFullError()).startswith("the object store of a node is full.")
+    assert one_line("\x1b[36mray::It()\x1b[39m\n failed") == "ray::It() failed"
+    assert one_line(ValueError()) == "ValueError"

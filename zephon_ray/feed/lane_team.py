@@ -20,7 +20,7 @@ from zephon_ray.feed.lane_worker import Answer, Event, LaneWorker
 from zephon_ray.feed.units import Described, Place
 from zephon_ray.lane_blocks import LaneBlock
 from zephon_ray.recipe import Recipe
-from zephon_ray.runners.ray_cluster import Cluster
+from zephon_ray.runners.ray_cluster import Cluster, one_line
 from zephon_ray.state import StreamState
 
 _UNITS = "units"
@@ -234,7 +234,7 @@ class LaneTeam:
         except ray.exceptions.RayTaskError as error:
             raise _fault(error) from error
         except ray.exceptions.RayError as error:
-            raise WorkerLost(f"a lane worker is gone ({_one_line(error)})") from error
+            raise WorkerLost(f"a lane worker is gone ({one_line(error)})") from error
 
     def close(self) -> None:
         """End all workers. Rows that were taken stay."""
@@ -252,11 +252,7 @@ def _raised_there(error: BaseException | None) -> BaseException | None:
 def _fault(error: ray.exceptions.RayTaskError) -> ZephonError:
     cause = error.cause
     if isinstance(cause, (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)):
-        return WorkerLost(f"the object store of a lane worker's node is full, and what is held there leaves no room ({_one_line(cause)})")
+        return WorkerLost(f"a lane worker could not write its rows: {one_line(cause)}")
     if isinstance(cause, ray.exceptions.RayError):
-        return WorkerLost(f"blocks of units that a lane worker was to read are gone ({_one_line(cause)})")
-    return cause if isinstance(cause, ZephonError) else RunnerError(f"a lane worker failed: {_one_line(cause)}")
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join((str(error) or type(error).__name__).split())[:300]
+        return WorkerLost(f"blocks of units that a lane worker was to read are gone ({one_line(cause)})")
+    return cause if isinstance(cause, ZephonError) else RunnerError(f"a lane worker failed: {one_line(cause)}")

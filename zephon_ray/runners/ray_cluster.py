@@ -19,6 +19,7 @@ from typing import Any
 
 import grpc
 import ray
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from zephon_ray.errors import RunnerError, UserError
@@ -275,3 +276,15 @@ def _hide_raylets_lines() -> None:
     lines = getattr(ray._private.worker, "stdout_deduplicator", None)
     if lines is not None:
         lines.skip_re = re.compile("")
+
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def one_line(error: BaseException | str) -> str:
+    """What Ray says, in a line of at most 300 characters. Of a store without room it says nothing that can be read."""
+    if isinstance(error, OutOfDiskError):
+        return "the object store of a node is full, and so is the disk that Ray spills to. Look at `ray memory` and `df` there"
+    if isinstance(error, ObjectStoreFullError):
+        return "the object store of a node is full. Look at `ray memory` there"
+    return " ".join(_COLOURS.sub("", str(error) or type(error).__name__).split())[:300]

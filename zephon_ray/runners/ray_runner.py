@@ -25,7 +25,7 @@ from zephon_ray.recipe import WorkersSpec
 from zephon_ray.runners.base import FailedUnit, Job, Runner, RunnerStats, name_of, not_started, nothing_left, refuse_start
 from zephon_ray.runners.fronts import SourceFront
 from zephon_ray.runners.load import Load
-from zephon_ray.runners.ray_cluster import Cluster, connect
+from zephon_ray.runners.ray_cluster import Cluster, connect, one_line
 from zephon_ray.runners.ray_data import Given, Read, Wave, fault_of_ours, fetch
 from zephon_ray.runners.ray_demand import Demand
 from zephon_ray.runners.ray_mailbox import Mailbox
@@ -228,7 +228,7 @@ class _Core:
             except Exception as error:  # noqa: BLE001  raised by `take`
                 with self._changed:
                     ours = isinstance(error, ZephonError)
-                    self._error = error if ours else RunnerError(f"the Ray cluster cannot be used any more: {_one_line(error)}")
+                    self._error = error if ours else RunnerError(f"the Ray cluster cannot be used any more: {one_line(error)}")
                     self._changed.notify_all()
 
     def _look_after(self, now: float) -> None:
@@ -252,13 +252,13 @@ class _Core:
     def _what_is_wrong(self, now: float, broken: Wave | None) -> str | None:
         """Why the execution must be opened again; None if it need not. Raises where that has been tried enough."""
         if broken is not None and (fault := fault_of_ours(broken.error)):
-            raise fault if isinstance(fault, ZephonError) else RunnerError(f"a worker failed: {_one_line(fault)}")
+            raise fault if isinstance(fault, ZephonError) else RunnerError(f"a worker failed: {one_line(fault)}")
         room = self._cluster.slots(self._workers)
         self._warn_of_no_room(now, room)
         stood = now - max(self._progress, self._opened)
         start_s = START_S * 2**self._reopened if room and not self._delivers() else 0.0
         if broken is not None:
-            why = _one_line(broken.error or "it ended early")
+            why = one_line(broken.error or "it ended early")
         elif self._waiting and stood > max(self._stall_s, start_s):
             why = f"no unit came for {stood:.0f} s"
         elif self._waiting and stood > NARROW_S and self._narrow(now):
@@ -392,10 +392,6 @@ class _Core:
         for mailbox in self._mailboxes:
             ray.kill(mailbox)
         self._cluster.leave()
-
-
-def _one_line(error: Exception | str) -> str:
-    return " ".join((str(error) or type(error).__name__).split())[:300]
 
 
 class RayRunner(Runner):
