@@ -247,7 +247,7 @@ def test_a_missing_field_of_a_source_is_named_with_its_path() -> None:
         ("sources[1].wieght", 'Did you mean "weight"?'),
         ("algorithm", "Did you mean packing.algorithm?"),
         ("special_tokens_in_text", "Did you mean tokenizer.special_tokens_in_text?"),
-        ("execution.zzz", "The keys of execution are runner, workers"),
+        ("execution.zzz", "The keys of execution are runner, engine, workers"),
         ("zzz", "The keys of a recipe are schema, name"),
     ],
 )
