@@ -34,9 +34,11 @@ def _ranks(monkeypatch: pytest.MonkeyPatch, world: int, local: int) -> None:
         ({"runner": "threads", "out": "runs/a"}, r"out='runs/a': runner='threads' shares nothing"),
         ({"allow_duplicate_work": True}, "there is no runner in every rank"),
         ({"runner": "ray", "workers": 2}, "workers=2: there is no runner in every rank"),
+        ({"runner": "thread"}, "runner='thread': expected one of threads, processes, inline, ray"),
+        ({"stream": "valid"}, "stream='valid': expected one of train, validation"),
     ],
 )
-def test_options_that_contradict_each_other_are_refused(recipe: Recipe, options: dict[str, Any], told: str) -> None:
+def test_options_that_contradict_each_other_or_do_not_exist_are_refused(recipe: Recipe, options: dict[str, Any], told: str) -> None:
     with pytest.raises(UserError, match=told):
         sources.check(SourceOptions(**{"recipe": recipe} | options))
 

@@ -11,7 +11,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from zephon_ray.errors import RecipeError, UserError
 from zephon_ray.hashing import canonical_json, sha256_hex
@@ -67,11 +67,17 @@ class SourceOptions:
 
 
 def check(options: SourceOptions) -> None:
-    """Refuse options that contradict each other. Opens nothing.
+    """Refuse options that contradict each other, or that are none: an override's come from JSON, which knows no types of ours.
+
+    Opens nothing.
 
     Raises:
-        UserError: they do.
+        UserError: they are to be refused.
     """
+    for name, wanted in (("runner", RunnerName), ("stream", StreamName)):
+        value = getattr(options, name)
+        if value is not None and value not in get_args(wanted):
+            raise UserError(f"{name}={value!r}: expected one of {', '.join(get_args(wanted))}")
     if options.recipe is None and options.feed is None:
         raise UserError("neither recipe nor feed is given. Give the path of a recipe, or the name of a feed that is served")
     if options.feed is not None:
