@@ -56,12 +56,18 @@ class Cluster:
         return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
     def slots(self, workers: WorkersSpec) -> int:
-        """How many workers the nodes that are alive have room for, whatever else runs there. Looked up at most once a second."""
+        """How many workers the nodes that are alive have room for, whatever else runs there, as it was when `look` was called last."""
+        if self._counted is None:
+            self.look(workers)
+        assert self._counted is not None
+        return self._counted[1]
+
+    def look(self, workers: WorkersSpec) -> None:
+        """See what room there is, at most once a second. It waits for the cluster's head, and where that is gone it waits for long."""
         now = time.monotonic()
         if self._counted is None or now - self._counted[0] > _SLOTS_S:
             nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
             self._counted = now, sum(_room(node, workers) for node in nodes if node["Alive"])
-        return self._counted[1]
 
     def spread(self, workers: WorkersSpec, count: int) -> list[Any]:
         """Where to schedule `count` actors that work beside workers: nodes with room for these in turn; here where there is none."""

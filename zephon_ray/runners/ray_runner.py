@@ -220,10 +220,12 @@ class _Core:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._error is not None, TICK_S)
-                if self._closed or self._error is not None:
-                    self._demand.set(0)
-                    return
+                over = self._closed or self._error is not None
+            if over:
+                self._demand.set(0)
+                return
             try:
+                self._cluster.look(self._workers)  # without the lock: who closes does not wait for a head that is gone
                 self._look_after(time.monotonic())
             except Exception as error:  # noqa: BLE001  raised by `take`
                 with self._changed:
