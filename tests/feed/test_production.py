@@ -78,7 +78,7 @@ def check_whole(case: GoldenCase, lane_workers: int) -> None:
             assert production.next_step() is None
 
 
-IN_SHORT = [("best_fit_pad", 2), ("compressed_edges", 1)]
+IN_SHORT = [("best_fit_pad", 2), ("rare_source", 4), ("compressed_edges", 1)]
 
 
 @pytest.mark.parametrize(("name", "lane_workers"), IN_SHORT)
@@ -137,7 +137,6 @@ def check_kills(case: GoldenCase, lane_workers: int, kills: list[int], sent: sig
         np.testing.assert_array_equal(rows_of(produced), batch.rows)
 
 
-@pytest.mark.long  # in the normal run `test_feed_whole.py` kills one
 @pytest.mark.fault
 def test_a_killed_lane_worker_is_told_its_rows_stay_and_another_production_makes_the_same_bytes(
     golden_cases: dict[str, GoldenCase],
