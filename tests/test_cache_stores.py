@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 from itertools import islice
@@ -13,7 +12,6 @@ import pytest
 import yaml
 
 from tests.buckets import a_corpus, stored
-from tests.core.runner_suite import eventually
 from tests.core.test_storage import FakeS3, of
 from tests.core.test_storage import bucket as fake_bucket
 from tests.s3_server import Bucket
@@ -77,20 +75,18 @@ def test_files_of_a_folder_have_their_times_and_one_that_is_used_looks_new(bucke
         assert storage.ages(f"{root}/none") == []
         storage.write_bytes(f"{root}/folder/a", b"123", durable=False)
         storage.write_bytes(f"{root}/folder/below/b", b"1")
+        if root == bucket.url:
+            # The server of the tests leaves out zeros at the end of the milliseconds, and such a time is not read (".12Z", one in ten).
+            os.utime(bucket.folder / "folder" / "a", ns=(int(now) * 10**9 + 123_000_000,) * 2)
         (found,) = storage.ages(f"{root}/folder")
         assert (found.name, found.size) == ("a", 3)
-        # Right after an upload the server of the tests may not know the time yet.
-        eventually(functools.partial(_is_new, storage, f"{root}/folder", now), "the time of the file")
+        assert found.written_s == pytest.approx(now, abs=120)
     old = tmp_path / "folder" / "a"
     for age_s, newer in ((50, False), (100, True)):
         _set_age(old, age_s)
         before = old.stat().st_mtime
         storage.refresh(str(old), 60.0)
         assert (old.stat().st_mtime > before) is newer
-
-
-def _is_new(storage: Storage, folder: str, now: float) -> bool:
-    return abs(storage.ages(folder)[0].written_s - now) < 120
 
 
 def _set_age(path: Path, age_s: float) -> None:

@@ -150,14 +150,11 @@ def test_what_does_not_fit_is_said(served: Served) -> None:
 
 
 def test_batches_that_were_dropped_hold_nothing_in_the_store(served: Served, expected: list[Step]) -> None:
-    def held() -> int:
-        return len(ray._private.worker.global_worker.core_worker.get_all_reference_counts())
-
-    before = held()
-    with zephon_ray.connect("shared", prefetch=3) as loader:
-        assert [joined([next(loader)]) for _ in range(30)] == expected[:30]
-        assert held() - before <= 3 * 2 + 2  # two blocks of each step that is fetched ahead, and the call that is waiting
-    assert eventually(lambda: held() <= before + 1)
+    with ranks(Rank("shared", 0, 1, 30, "dropped:0", prefetch=3)) as (rank,):
+        rank.read()
+        assert folded([rank]) == expected[:30]
+        # Two blocks of each step that is fetched ahead, of the one that is taken, and of the one before; and the call that is waiting.
+        assert max(line["held"] for line in rank.steps) <= (3 + 2) * 2 + 1
 
 
 @pytest.mark.fault
