@@ -419,7 +419,7 @@ def _wait_for_lines(path: Path, process: subprocess.Popen[bytes], lines: int) ->
     ("sent", "code", "runner"),
     [
         *((sent, code, runner) for runner in ("threads", "processes") for sent, code in ((signal.SIGTERM, 0), (signal.SIGINT, 130))),
-        pytest.param(signal.SIGTERM, 0, "ray", marks=pytest.mark.xdist_group("ray")),  # Ray itself is ended by it
+        pytest.param(signal.SIGTERM, 0, "ray", marks=pytest.mark.xdist_group("ray")),
     ],
 )
 def test_a_signal_finishes_the_step_and_saves_where_it_stopped(

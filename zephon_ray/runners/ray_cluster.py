@@ -5,11 +5,13 @@ It joins and leaves quietly: no message of Ray's, no signal handler replaced, no
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -140,12 +142,32 @@ def join(address: str | None) -> Cluster:
 def _start() -> None:
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        ray.init(address="local", num_cpus=max(1, cpus), include_dashboard=False, **_SILENT)
+        with _apart():
+            ray.init(address="local", num_cpus=max(1, cpus), include_dashboard=False, **_SILENT)
     except Exception as error:
         raise RunnerError(
             f"Ray does not start on this machine: {_explained(error)}. Where the machine was too busy to start it in Ray's 30 s, try again;"
             " or use the runner 'threads', which does without"
         ) from error
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Ray's processes get process groups of their own, so that a signal to ours, as schedulers send it, lets us end them in order.
+
+    In our group they would end first, and Ray ends a process whose cluster is gone, with exit code 1. There is no public way. They die
+    with this process all the same, where Linux sees to it; elsewhere Ray needs them in our group for that.
+    """
+    services: Any = ray._private.services
+    started = getattr(services, "ConsolePopen", None)
+    if started is None or sys.platform != "linux":
+        yield
+        return
+    services.ConsolePopen = functools.partial(started, process_group=0)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = started
 
 
 def _join(address: str) -> None:
