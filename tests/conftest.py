@@ -13,6 +13,9 @@ from tests.ray_session import group, ray_session
 
 __all__ = ["bucket", "proxy", "ray_session", "s3_endpoint"]
 
+# Ray's workers would run at nice 15, behind whatever other tests run at the same time: the longest chain of tests would wait for all.
+os.environ.setdefault("RAY_worker_niceness", "0")
+
 # The same examples on every machine: a failure can be seen again, and a pass does not hang on luck.
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 # For a search by hand: HYPOTHESIS_PROFILE=search pytest -k ...

@@ -42,6 +42,7 @@ def test_a_restore_costs_at_most_half_more_than_a_cold_start_early_and_late(form
         assert median(start.cpu_s for start in warm) < 1.5 * median(start.cpu_s for start in cold)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("ray_session")
 def test_the_feeds_measurement_runs(tmp_path: Path) -> None:
     assert latency(tmp_path, 5, 0.0)["fetch_ms"] > 0
