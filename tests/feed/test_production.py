@@ -236,8 +236,9 @@ def test_no_token_comes_into_the_process_that_orders_lanes_and_dropped_rows_are_
     tokens = sum(batch.rows[:, 0].nbytes for batch in expected)
     assert len(expected) >= 6
     with bytes_got() as control, closing(Stream(recipe, runner="ray", prepared=(job, identity))) as stream:
-        assert [stream.next_batch() is not None for _ in range(3)] == [True] * 3
-    assert sum(control) >= sum(batch.rows[:, 0].nbytes for batch in expected[:3]), "the count sees tokens where they come"
+        while stream.next_batch() is not None:
+            continue
+    assert sum(control) >= tokens, "the count sees tokens where they come"
 
     before = used_before()
     with bytes_got() as got, closing(Production(job)) as production:

@@ -175,8 +175,8 @@ class Wave:
         self._end_execution(force=force)
 
     def _end_execution(self, *, force: bool) -> None:
-        if self._executor is not None:
-            self._executor.shutdown(force=force, exception=RunnerError("the wave was given up"))
+        if (executor := self._executor) is not None:
+            executor.shutdown(force=force, exception=RunnerError("the wave was given up"))
 
     def join(self, timeout_s: float) -> bool:
         """Wait until it is over; whether it is."""
@@ -199,6 +199,7 @@ class Wave:
         finally:
             if self.given_up or self.error is not None:  # what failed may be the reading of a block, and the execution goes on
                 self._end_execution(force=True)
+            self._executor = None  # it holds blocks that were not taken
             self.ended = True
             self._over()
             self._mailbox.forget.remote(self.number)

@@ -7,6 +7,7 @@ units have come to. Why so: `docs/decisions/0004-what-runs-where.md`.
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import os
@@ -394,6 +395,8 @@ class _Core:
         for mailbox in self._mailboxes:
             ray.kill(mailbox)
         self._cluster.leave()
+        if ray.is_initialized():  # others use it: what Ray Data has of ours, it has in cycles, with blocks that were not taken
+            gc.collect()
 
 
 class RayRunner(Runner):
