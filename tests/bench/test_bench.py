@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.bench import growth
 from tests.bench.adapters import ours
 from tests.bench.collector import pairs_per_cpu_second
 from tests.bench.feed import latency
@@ -66,3 +67,9 @@ def test_the_collector_makes_forty_million_pairs_a_cpu_second_and_lanes_cost_lit
     print({lanes: f"{rate / 1e6:.0f} M pairs / CPU-s" for lanes, rate in rates.items()})
     assert rates[8] > 40e6
     assert rates[1024] > rates[8] / 1.2
+
+
+def test_the_measurements_of_growth_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [row["shards"] for row in growth.table("shards", 10)] == [10]
+    assert [row["step"] for row in growth.table("steps", 10)] == [10]
+    assert capsys.readouterr().out.count("|---|") >= 2
