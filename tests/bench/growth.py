@@ -1,6 +1,6 @@
-"""What grows with what: lanes, sources, shards, steps, workers. One table each.
+"""What grows with what: lanes, sources, shards, steps, workers, ranks. One table each.
 
-    python -m tests.bench.growth [lanes sources shards steps workers] [--most N]
+    python -m tests.bench.growth [lanes sources shards steps workers ranks] [--most N]
 
 Costs are CPU seconds, of fresh processes where a whole recipe is measured, and of this one else. `--most` leaves out sizes above it.
 """
@@ -8,10 +8,12 @@ Costs are CPU seconds, of fresh processes where a whole recipe is measured, and 
 from __future__ import annotations
 
 import argparse
+import logging
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,10 @@ import psutil
 import ray
 from ray.cluster_utils import Cluster
 
+import zephon_ray
+from tests.bench.feed import open_same
 from tests.bench.startup import write
+from tests.feed.feeds import serving
 from tests.golden_cases import GOLDEN
 from tests.small import a_recipe
 from zephon_ray.benchmark.processes import measure
@@ -35,6 +40,7 @@ SOURCES = (1, 5, 20, 50)
 SHARDS = (10, 1_000, 100_000)
 STEPS = (10, 1_000, 100_000, 1_000_000)
 WORKERS = (1, 2, 4, 8)
+RANKS = (1, 2, 4, 8, 16)
 MEASURE_S = 4.0
 """CPU seconds for which a recipe is measured."""
 LIMIT_S = 600.0
@@ -94,8 +100,8 @@ def shards(folder: Path, sizes: Iterable[int]) -> Iterator[Row]:
         row["manifest MB"] = (process.memory_info().rss - before) / 1e6
         row["job kB"] = len(ray.cloudpickle.dumps(job)) / 1e3
         began = time.process_time()
-        epoch_order(seed=1, source=0, epoch=0, groups=size, shuffled=True)
-        row["epoch order CPU s"] = time.process_time() - began
+        epoch_order(seed=1, source=0, epoch=0, groups=100 * size, shuffled=True)
+        row["order of 100 times as many groups CPU s"] = time.process_time() - began
         began = time.process_time()
         with closing(Stream(recipe, prepared=(job, identity))) as stream:
             stream.next_batch()
@@ -128,7 +134,7 @@ def workers(folder: Path, sizes: Iterable[int]) -> Iterator[Row]:
     corpus(folder)
     head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "include_dashboard": False, "dashboard_port": None}
     cluster = Cluster(initialize_head=True, head_node_args=head)
-    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
     try:
         nodes = 0
         for size in sizes:
@@ -155,12 +161,44 @@ def _streamed(recipe: Recipe, size: int) -> Row:
         return {"CPU s a million": spent / tokens * 1e6, "tokens/s": tokens / took, "units": stream.stats().units - made}
 
 
+def ranks(folder: Path, sizes: Iterable[int]) -> Iterator[Row]:
+    """Ranks of one feed, in threads of one process, that take the same rows again and again: CPU of the feed alone."""
+    ray.init(
+        address="local", num_cpus=2, log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR, configure_logging=False
+    )
+    recipe = a_recipe(folder, {"a": {}}, global_batch_size=64, sequence_length=512, execution={"prefetch_steps": 4, "hot_replay_bytes": 1})
+    try:
+        with serving("growth", recipe, folder / "out", open_production=open_same) as served:
+            feed = psutil.Process(served.status.pid)
+            for size in sizes:
+                for prefetch in (2, 8):
+                    yield {"ranks": size, "prefetch": prefetch, **_fed(feed, size, prefetch)}
+    finally:
+        ray.shutdown()
+
+
+def _fed(feed: psutil.Process, size: int, prefetch: int, count: int = 200) -> Row:
+    with ExitStack() as stack:
+        open_rank = partial(zephon_ray.connect, "growth", dp_world_size=size, incarnation=f"{size}-{prefetch}:0", takeover=True)
+        loaders = [stack.enter_context(open_rank(dp_rank=rank, prefetch=prefetch)) for rank in range(size)]
+        for loader in loaders:
+            next(loader)
+        before, began = feed.cpu_times(), time.monotonic()
+        for _ in range(count):
+            for loader in loaders:
+                next(loader)
+        after = feed.cpu_times()
+        spent = after.user + after.system - before.user - before.system
+    return {"CPU ms a step": 1e3 * spent / count, "a rank": 1e3 * spent / count / size, "steps/s": count / (time.monotonic() - began)}
+
+
 TABLES: dict[str, tuple[Callable[[Path, Iterable[int]], Iterator[Row]], tuple[int, ...]]] = {
     "lanes": (lanes, LANES),
     "sources": (sources, SOURCES),
     "shards": (shards, SHARDS),
     "steps": (steps, STEPS),
     "workers": (workers, WORKERS),
+    "ranks": (ranks, RANKS),
 }
 
 

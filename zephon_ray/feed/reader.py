@@ -144,9 +144,13 @@ class Reader:
                 return
 
     def _room(self) -> int | None:
-        """How many steps may be fetched; 0 where there is no room, but it is time to call; None once closed."""
+        """How many steps may be fetched; None once closed.
+
+        Half of the depth at least, for a call costs the feed as much for several steps as for one; or fewer, and 0 where there is no
+        room, when it is time to call.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth, timeout=_BEAT_S)
+            self._changed.wait_for(lambda: self._closed or len(self._ready) <= self._depth // 2, timeout=_BEAT_S)
             return None if self._closed else self._depth - len(self._ready)
 
     def _ask(self, room: int, lost: tuple[int, str] | None) -> TakeReply:
