@@ -138,6 +138,21 @@ def test_older_ranks_are_fenced_and_strangers_refused(served: Served, expected: 
     close([*old, *new])
 
 
+def test_a_state_that_the_feed_does_not_want_to_hear_of_is_given_and_logs_nothing(
+    served: Served, expected: list[Step], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rank is fenced, or the feed was started again: what Ray says of an error that nobody asks for is many lines."""
+    (old,) = opened("shared", "quiet:0")
+    read([old], 3)
+    (new,) = opened("shared", "quiet:1")
+    assert read([new], 1) == expected[:1]
+    for _ in range(3):
+        assert place_in(old.state_dict()[STATE_KEY])[0] == 3
+        assert served.status.streams["train"].incarnation == "quiet:1"  # the feed has answered what was asked before
+    close([old, new])
+    assert caplog.messages == []
+
+
 def test_what_does_not_fit_is_said(served: Served) -> None:
     with pytest.raises(UserError, match="needs an incarnation"):
         zephon_ray.connect("shared", dp_world_size=2)

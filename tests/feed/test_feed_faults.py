@@ -6,6 +6,7 @@ The feed is started by the command, and read by ranks in processes of their own.
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import signal
@@ -13,8 +14,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -33,6 +35,14 @@ START_S = 90.0
 END_S = 150.0
 TRAINING_S = 5.0
 """What a run takes at least, so that it is under way when something is killed."""
+AHEAD = 2
+"""Steps made ahead: few, so that there are some to be made still when something is killed."""
+LEFT = 8
+"""Steps that are left then, at least, where a case has so many: what feed and lane workers are ahead, what a rank has fetched, and more."""
+DELAY_S = 0.4
+"""Between a step and the kill after it, at most."""
+BACK_S = 20.0
+"""In which a feed that was killed, or whose lane worker was, must give steps again."""
 SAVE_EVERY = 4
 NAME = "matrix"
 
@@ -50,6 +60,8 @@ class Run:
         self.case, self.served, self.driver = case, served, driver
         self.expected = [Step(step.step, step.digest, step.chain) for step in case.steps]
         self.job: list[Rank] = []
+        self.killed: list[float] = []
+        """When something was, in seconds since 1970."""
         self._readers: list[threading.Thread] = []
 
     def start_job(self, count: int, state: str | None = None) -> None:
@@ -85,7 +97,7 @@ def running(case: GoldenCase, out: Path, lane_workers: int) -> Iterator[Run]:
     """A case's feed, as the command serves it in the foreground."""
     address = ray.get_runtime_context().gcs_address
     command = ["serve", str(case.recipe), "--name", NAME, "--out", str(out), "--address", address, "--json"]
-    command += ["--set", f"execution.lane_workers={lane_workers}"]
+    command += ["--set", f"execution.lane_workers={lane_workers}", "--set", f"execution.prefetch_steps={AHEAD}"]
     driver = subprocess.Popen(
         [sys.executable, "-m", "zephon_ray", *command], env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
     )
@@ -149,12 +161,35 @@ def drawn(fault: str, cases: int) -> list[tuple[str, str, int]]:
 
 def suffer(run: Run, pick: random.Random, fault: Callable[[Run, random.Random], None], times: int) -> None:
     """Let something happen `times` times, each some moments after a step that is drawn."""
-    plan = sorted((pick.randrange(len(run.expected)), pick.uniform(0, 0.4)) for _ in range(times))
+    steps = len(run.expected)
+    last = max(1, steps - math.ceil(steps * DELAY_S / TRAINING_S) - LEFT)
+    plan = sorted((pick.randrange(last), pick.uniform(0, DELAY_S)) for _ in range(times))
     print(f"{run.case.name}: after steps {plan}")
     for at, delay in plan:
         eventually(lambda at=at: run.step >= at, END_S)
         time.sleep(delay)  # not to wait for anything: the moment is drawn
         fault(run, pick)
+        run.killed.append(time.time())
+
+
+def back_after(given: Sequence[float], killed: Sequence[float]) -> list[float]:
+    """Seconds from each kill to the end of the longest pause behind it: by then steps come again.
+
+    Args:
+        given: when a rank got its steps. A kill before the first, behind the last, or while it is waited for another, is left out.
+        killed: when something was.
+    """
+    found = []
+    for since, until in pairwise([*killed, math.inf]):
+        times = [at for at in given if since < at <= until]
+        if times and given[0] < since:
+            _, end = max((after - before, after) for before, after in pairwise([since, *times]))
+            found.append(end - since)
+    return found
+
+
+def test_the_time_until_steps_come_again_ends_with_the_longest_pause_behind_each_kill() -> None:
+    assert back_after([1.0, 2.0, 2.5, 9.0, 9.5, 12.0, 12.5], [0.5, 2.25, 9.75, 13.0]) == [6.75, 2.25]
 
 
 @pytest.mark.long
@@ -168,6 +203,10 @@ def test_what_dies_under_a_feed_changes_no_step(fault: str, name: str, lane_work
             run.join()
             assert folded(run.job) == run.expected, [rank.lines[-1] for rank in run.job]
             assert len({rank.lines[-1]["state"] for rank in run.job}) == 1
+        assert fault != "lane_worker" or run.served.status.streams["train"].reopened, "nobody has missed it"
+        back = [back_after([line["at"] for line in rank.steps], run.killed) for rank in run.job]
+        print(f"{fault} {name}: steps came again after {[[round(s, 1) for s in rank] for rank in back]} s")
+        assert fault not in ("feed", "lane_worker") or max((seconds for rank in back for seconds in rank), default=0.0) < BACK_S
     assert verify(str(tmp_path / "run"), runner="inline").steps >= len(run.expected)
 
 

@@ -142,6 +142,21 @@ def test_a_feed_that_hangs_is_stopped_by_force(service: Service, order: Order, m
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.fault
+def test_a_feed_that_was_killed_is_said_to_be_away_and_not_to_have_ended(service: Service, order: Order) -> None:
+    pid = service.start(order).pid
+    os.kill(pid, signal.SIGKILL)
+    said, until = set(), time.monotonic() + 60
+    while True:
+        assert time.monotonic() < until, said
+        try:
+            if service.status("first").pid != pid:
+                break
+        except FeedError as error:
+            said.add(str(error))
+    assert said == {"feed 'first' is away: Ray starts it again where its process died. Ask later"}
+
+
 def test_a_feed_that_was_told_to_stop_ends_though_who_told_it_was_killed(service: Service, order: Order) -> None:
     """As the job that serves it is, if it takes longer than Ray gives it."""
     service.start(order)

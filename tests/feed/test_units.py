@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -83,3 +85,9 @@ def test_kept_units_move_once_and_the_others_stay() -> None:
 def test_a_row_that_a_block_does_not_have_is_an_error() -> None:
     with pytest.raises(IndexError, match="the block has 1 rows, and row 1"):
         unit_at(a_block([a_unit(0)]), 1)
+
+
+def test_the_process_of_a_lane_worker_does_not_load_ray_data() -> None:
+    """It takes as long as all the rest, and ranks wait for a lane worker that takes the place of one that was killed."""
+    loaded = "import sys, zephon_ray.feed.lane_worker; print([name for name in sys.modules if name in ('ray.data', 'pandas', 'torch')])"
+    assert subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, timeout=60, check=True).stdout == "[]\n"

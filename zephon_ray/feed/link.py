@@ -78,7 +78,8 @@ class Link:
     def saved(self, step: int) -> None:
         """Tell the feed, if it is there, that a state was saved. Nothing is waited for."""
         with suppress(RayError):
-            self._actor.saved.remote(self._request.session, step)
+            # no answer: Ray prints errors that nobody asks for
+            self._actor.saved.options(num_returns=0).remote(self._request.session, step)
 
     def leave(self) -> None:
         """Tell the feed, if it is there, that this rank is done; a call that is under way ends."""

@@ -180,6 +180,8 @@ class Service:
             if isinstance(error.cause, ZephonError):
                 raise error.cause from None
             raise FeedError(f"feed {name!r} failed: {error.cause!r}") from error
+        except ray.exceptions.ActorUnavailableError as error:
+            raise FeedError(f"feed {name!r} is away: Ray starts it again where its process died. Ask later") from error
         except ray.exceptions.RayActorError as error:
             raise FeedError(f"feed {name!r} ended: {' '.join(str(error).split())}") from error
 

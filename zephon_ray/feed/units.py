@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
 
 from zephon_ray.plan.windows import Position
 from zephon_ray.runners.base import FailedUnit, Job
-from zephon_ray.runners.ray_data import Given
-from zephon_ray.runners.ray_runner import RayRunner
 from zephon_ray.runners.ray_worker import packed, units_of
 from zephon_ray.runners.worker import Effort
 from zephon_ray.stages.unit import SCHEMA, TokenisedUnit
+
+if TYPE_CHECKING:  # a lane worker would load Ray Data for nothing: a second of CPU, while ranks wait for it to start
+    from zephon_ray.runners.ray_data import Given
+    from zephon_ray.runners.ray_runner import RayRunner
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
