@@ -6,13 +6,13 @@ a step is asked for, so a chunk of many steps costs no memory beyond its plan an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from zephon_ray.hashing import digest128
+from zephon_ray.hashing import digests128
 from zephon_ray.plan.dealing import Dealer, SourceStart
 from zephon_ray.plan.packing import Segments
 from zephon_ray.plan.pieces import I64, Pieces
@@ -106,11 +106,10 @@ class Chunk:
     Args:
         pieces: laid pieces that are begun before the chunk's end and over after its start, lane by lane in order.
         segments: all that its rows are made of.
-        pools: ids (as int32) by pool number.
+        line: int32 [n], ids that the segments' starts count along, as in `RowPlan`.
         dealers: one a source, read for the sources that are at their end.
         standing: before its first step.
         begun_pairs: int64 [sources], pairs of the pieces begun before it.
-        pad_id: input of padding.
         wraps: whether the packing is `wrap`.
         stops: whether a lane ends with the first source that does.
         steps: how many, at least 1.
@@ -124,14 +123,13 @@ class Chunk:
         *,
         pieces: Pieces,
         segments: Segments,
-        pools: Mapping[int, I32],
+        line: I32,
         dealers: Sequence[Dealer],
         standing: Standing,
         begun_pairs: I64,
         steps: int,
         rows_per_lane: int,
         row_pairs: int,
-        pad_id: int,
         wraps: bool,
         stops: bool,
         lanes: range,
@@ -142,7 +140,7 @@ class Chunk:
         self._ends = [
             _End(source=d.source, times=d.end_times[mine], window=d.next_window) for d in dealers if d.end_times is not None and not stops
         ]
-        self._rows = RowPlan(segments, pools, steps=steps, rows_per_lane=rows_per_lane, row_pairs=row_pairs, pad_id=pad_id)
+        self._rows = RowPlan(segments, line, steps=steps, lanes=len(lanes), rows_per_lane=rows_per_lane, row_pairs=row_pairs)
         self._plan_standing(pieces)
         self._plan_counts(pieces, begun_pairs, len(dealers))
         self._plan_open(pieces)
@@ -227,7 +225,7 @@ class Chunk:
         padding = self._rows.fill(step, rows)
         self._standing, self._next = self._after(self._standing, step, step + 1), step + 1
         return StepRows(
-            digests=tuple(map(digest128, rows)),
+            digests=digests128(rows),
             padding=padding,
             standing=self._standing,
             open_source=self._open_source[step + 1],
