@@ -17,7 +17,7 @@ from zephon_ray.feeding import FedWindows, Want
 from zephon_ray.lane_blocks import LaneBlock, LanesState
 from zephon_ray.plan.dealing import Dealer, phases
 from zephon_ray.plan.packing import SEGMENT, Fills, Laid, Segments, lay_fills, lay_padding, lay_wrap
-from zephon_ray.plan.pieces import I64, PIECE, Pieces, UnitShape, cut_pieces, join
+from zephon_ray.plan.pieces import I64, PIECE, Pieces, UnitShape, cut_pieces, join, mixture_order, pick
 from zephon_ray.pools import I32, Pools
 from zephon_ray.recipe import Recipe
 from zephon_ray.stages.unit import TokenisedUnit
@@ -188,12 +188,12 @@ class LaneGroup:
                 lane, at = pieces["lane"], pieces["virtual_time"]
                 turn = (at < time[lane]) | ((at == time[lane]) & (s < source[lane]))
                 if turn.any():
-                    taken.append(pieces[turn])
-                    self._pending[s] = pieces[~turn]
+                    taken.append(pick(pieces, turn))
+                    self._pending[s] = pick(pieces, ~turn)
         if not taken:
             return np.empty(0, PIECE)
         ready = join(taken)
-        return ready[np.lexsort((ready["source"], ready["virtual_time"], ready["lane"]))]
+        return pick(ready, mixture_order(ready["lane"], ready["virtual_time"]))
 
     def _lay(self, ready: Pieces) -> None:
         """Pack what is ready behind the lanes' tails."""
@@ -213,8 +213,7 @@ class LaneGroup:
         """Of fills that are about to be laid, those that begin before the start."""
         lane_of_fill = pieces["lane"][np.cumsum(sizes) - sizes]
         first = np.append(True, lane_of_fill[1:] != lane_of_fill[:-1])[: len(sizes)] & (self._tails[lane_of_fill] < 0)
-        again: Pieces = pieces[np.repeat(first, sizes)]
-        return again
+        return pick(pieces, np.repeat(first, sizes))
 
     # ---- output
 
@@ -244,8 +243,8 @@ class LaneGroup:
         end = steps * span
         pieces, segments = self._laid.pieces, self._laid.segments
         chunk = Chunk(
-            pieces=pieces[pieces["begun"] < end],
-            segments=join((segments[segments["at"] < end], self._padding(end))),
+            pieces=pick(pieces, pieces["begun"] < end),
+            segments=join((pick(segments, segments["at"] < end), self._padding(end))),
             line=self._pools.line,
             dealers=self._dealers,
             standing=self._standing,
@@ -293,7 +292,7 @@ class LaneGroup:
     def _carry(self, end: int) -> None:
         """Keep what lies behind `end`, which becomes position 0; find the pools that are not needed for it."""
         pieces, segments = self._laid.pieces, self._laid.segments
-        pieces, segments = pieces[pieces["done"] > end], segments[segments["at"] >= end]
+        pieces, segments = pick(pieces, pieces["done"] > end), pick(segments, segments["at"] >= end)
         pieces["begun"] -= end
         pieces["done"] -= end
         segments["at"] -= end

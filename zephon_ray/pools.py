@@ -81,7 +81,7 @@ class Pools:
                 break
             at = end
         if at + size > len(self.line):
-            line = np.empty(max(at + size, len(self.line) * 3 // 2), np.int32)
+            line = np.empty(max(at + size, 2 * len(self.line)), np.int32)
             line[:at] = self.line[:at]
             self.line = line
         self._pools[number] = at, at + size
