@@ -23,6 +23,7 @@ from zephon_ray.recipe import Recipe
 from zephon_ray.stages.unit import TokenisedUnit
 
 _NEVER = np.iinfo(np.int64).max
+_MOST_STANDINGS = 1 << 20  # of a lane in a source, that a chunk may hold for all its steps: 24 MB
 
 
 class LaneGroup:
@@ -240,6 +241,7 @@ class LaneGroup:
             steps = max(1, -(-int(self._tails.max()) // span))  # once it is over, a step of padding at a time
         else:
             steps = int(full[~self._final].min())
+        steps = min(steps, max(1, _MOST_STANDINGS // self._standing.windows.size))
         end = steps * span
         pieces, segments = self._laid.pieces, self._laid.segments
         chunk = Chunk(

@@ -15,7 +15,7 @@ from zephon_ray.pools import I32, SHORT
 IGNORE = -100
 """Label of a padding pair, which PyTorch's cross entropy leaves out by default."""
 
-_BLOCK = 1 << 14  # pairs made at a time, so that what is needed besides stays in the cache
+_BLOCK = 1 << 15  # pairs made at a time, so that what is needed besides stays in the cache
 
 
 class RowPlan:
@@ -76,10 +76,8 @@ class RowPlan:
         shape, pairs = (len(rows), self._row_pairs), len(rows) * self._row_pairs
         cell, start, length = self._cell[of] - self._bounds[block], self._start[of], self._length[of]
         np.subtract(self._numbers[:pairs].reshape(shape), np.repeat(cell.astype(np.int32), length).reshape(shape), out=rows[:, 2])
-        if pairs < len(cell) * SHORT:
-            ids = self._gathered(start - cell, length, pairs)
-        else:
-            ids = self._joined(start, length)
+        short = pairs < len(cell) * SHORT
+        ids = self._gathered(start - cell, length, pairs) if short else self._joined(start, length)
         rows[:, 0] = ids[:-1].reshape(shape)
         # Labels are the inputs one place on, but for each segment's last.
         ids[cell + length] = self._last[of]

@@ -184,7 +184,10 @@ def lay_fills(pieces: Pieces, sizes: I64, tails: I64, sequence_length: int) -> L
         first += size
     pieces["begun"], pieces["done"] = np.repeat(starts, sizes), np.repeat(starts + rows_of_fills * sequence_length, sizes)
     row_at = np.repeat(starts, rows_of_fills) + within(rows_of_fills) * sequence_length
-    return Laid(pieces=pieces, segments=_row_segments(pick(pieces, np.array(order, np.int64)), row_at, np.array(members_of_rows, np.int64), sequence_length))
+    return Laid(
+        pieces=pieces,
+        segments=_row_segments(pick(pieces, np.array(order, np.int64)), row_at, np.array(members_of_rows, np.int64), sequence_length),
+    )
 
 
 def _row_segments(pieces: Pieces, row_at: I64, members: I64, sequence_length: int) -> Segments:

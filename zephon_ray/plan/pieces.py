@@ -132,7 +132,7 @@ def pick(array: npt.NDArray[Any], which: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _bare(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """A structured array as one of plain bytes: numpy copies elements field by field where it knows of fields, which takes ten times as long."""
+    """A structured array as one of plain bytes: where numpy knows of fields it copies them one by one, which takes ten times as long."""
     return np.ascontiguousarray(array).view(f"V{array.dtype.itemsize}")
 
 
