@@ -202,6 +202,8 @@ class Chunk:
     def _plan_open(self, pieces: Pieces, first: I64) -> None:
         """Pieces (`best_fit`: fills) open after each step: int64 [steps + 1, lanes], as in `LanesState`."""
         times = np.maximum(np.minimum((pieces["done"] - 1) // self._span, self.steps) - first + 1, 0)
+        if not self._wraps:  # one piece of each fill says all
+            times[1:][(pieces["lane"][1:] == pieces["lane"][:-1]) & (pieces["begun"][1:] == pieces["begun"][:-1])] = 0
         of = np.repeat(np.arange(len(pieces)), times)
         step = first[of] + within(times)
         lane, used = pieces["lane"][of], step * self._span - pieces["begun"][of]
