@@ -6,16 +6,16 @@ a step is asked for, so a chunk of many steps costs no memory beyond its plan an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from zephon_ray.hashing import digest128
+from zephon_ray.hashing import digests128
 from zephon_ray.plan.dealing import Dealer, SourceStart
 from zephon_ray.plan.packing import Segments
-from zephon_ray.plan.pieces import I64, Pieces
+from zephon_ray.plan.pieces import I64, Pieces, within
 from zephon_ray.pools import I32
 from zephon_ray.row_plan import RowPlan
 
@@ -47,13 +47,14 @@ class Standing:
             last_source=np.full(n, -1, np.int64),
         )
 
-    def copy(self) -> Standing:
+    def after(self, step: int) -> Standing:
+        """Of arrays with an axis of steps in front, those after one step."""
         return Standing(
-            windows=self.windows.copy(),
-            indices=self.indices.copy(),
-            counts=self.counts.copy(),
-            last_time=self.last_time.copy(),
-            last_source=self.last_source.copy(),
+            windows=self.windows[step],
+            indices=self.indices[step],
+            counts=self.counts[step],
+            last_time=self.last_time[step],
+            last_source=self.last_source[step],
         )
 
 
@@ -106,11 +107,10 @@ class Chunk:
     Args:
         pieces: laid pieces that are begun before the chunk's end and over after its start, lane by lane in order.
         segments: all that its rows are made of.
-        pools: ids (as int32) by pool number.
+        line: int32 [n], ids that the segments' starts count along, as in `RowPlan`.
         dealers: one a source, read for the sources that are at their end.
         standing: before its first step.
         begun_pairs: int64 [sources], pairs of the pieces begun before it.
-        pad_id: input of padding.
         wraps: whether the packing is `wrap`.
         stops: whether a lane ends with the first source that does.
         steps: how many, at least 1.
@@ -124,14 +124,13 @@ class Chunk:
         *,
         pieces: Pieces,
         segments: Segments,
-        pools: Mapping[int, I32],
+        line: I32,
         dealers: Sequence[Dealer],
         standing: Standing,
         begun_pairs: I64,
         steps: int,
         rows_per_lane: int,
         row_pairs: int,
-        pad_id: int,
         wraps: bool,
         stops: bool,
         lanes: range,
@@ -142,45 +141,71 @@ class Chunk:
         self._ends = [
             _End(source=d.source, times=d.end_times[mine], window=d.next_window) for d in dealers if d.end_times is not None and not stops
         ]
-        self._rows = RowPlan(segments, pools, steps=steps, rows_per_lane=rows_per_lane, row_pairs=row_pairs, pad_id=pad_id)
-        self._plan_standing(pieces)
-        self._plan_counts(pieces, begun_pairs, len(dealers))
-        self._plan_open(pieces)
-        self._standing, self._next = standing, 0
+        self._rows = RowPlan(segments, line, steps=steps, lanes=len(lanes), rows_per_lane=rows_per_lane, row_pairs=row_pairs)
+        # The step that is the first after which a piece is begun, or done: row t of what is planned is after the chunk's first t steps.
+        begun, done = pieces["begun"] // self._span + 1, -(-pieces["done"] // self._span)
+        self._plan_standing(pieces, begun, done, standing)
+        self._plan_counts(pieces, np.maximum(begun, 0), begun_pairs, len(dealers))
+        self._plan_open(pieces, np.maximum(begun, 0))
+        self._next = 0
 
-    # ---- the plan of what each step changes. Columns are made once a chunk: a step takes slices of them, however few pieces it has.
+    # ---- the plan of what each step changes, made for all steps at once
 
-    def _plan_standing(self, pieces: Pieces) -> None:
-        begun, done = pieces["begun"] // self._span, -(-pieces["done"] // self._span) - 1
-        steps = np.arange(self.steps + 1)
-        by_done, by_begun = np.argsort(done, kind="stable"), np.argsort(begun, kind="stable")
-        self._done_edges = np.searchsorted(done[by_done], steps).tolist()
-        self._begun_edges = np.searchsorted(begun[by_begun], steps).tolist() if self._wraps else self._done_edges
-        by_begun = by_begun if self._wraps else by_done
-        self._done = tuple(pieces[name][by_done] for name in ("source", "lane", "next_window", "next_index"))
-        self._begun = tuple(pieces[name][by_begun] for name in ("source", "lane", "count", "virtual_time"))
+    def _plan_standing(self, pieces: Pieces, begun: I64, done: I64, before: Standing) -> None:
+        """Where the lanes stand after each step: `Standing` with an axis of steps in front."""
+        sources, lanes = before.windows.shape
+        source, lane = pieces["source"], pieces["lane"]
+        of_source = source * np.int64(lanes) + lane
+        counted = begun if self._wraps else done
+        used = self._last(done, of_source, sources * lanes).reshape(-1, sources, lanes)
+        taken = self._last(counted, of_source, sources * lanes).reshape(-1, sources, lanes)
+        last = self._last(counted, lane, lanes)
 
-    def _plan_counts(self, pieces: Pieces, begun_pairs: I64, sources: int) -> None:
-        """Pairs begun and newest windows used, int64 [steps + 1, sources]: row t is after the chunk's first t steps."""
-        row = np.maximum(pieces["begun"] // self._span + 1, 0)
-        fresh = pieces["begun"] >= 0
-        pairs = np.zeros((self.steps + 1, sources), np.int64)
-        np.add.at(pairs, (row[fresh], pieces["source"][fresh]), pieces["pairs"][fresh])
-        self._pairs = np.cumsum(pairs, axis=0) + begun_pairs
-        used = np.full((self.steps + 1, sources), -1, np.int64)
-        np.maximum.at(used, (row, pieces["source"]), pieces["window"])
+        def at(number: I64, column: str, otherwise: I64) -> I64:
+            values = pieces[column][number] if len(pieces) else otherwise
+            return np.where(number < 0, otherwise, values)
+
+        self._standing = Standing(
+            windows=at(used, "next_window", before.windows),
+            indices=at(used, "next_index", before.indices),
+            counts=at(taken, "count", before.counts),
+            last_time=at(last, "virtual_time", before.last_time),
+            last_source=at(last, "source", before.last_source),
+        )
+        for end in self._ends:
+            left = end.left_by(self._standing.last_time, self._standing.last_source, np.arange(lanes))
+            self._standing.windows[:, end.source][left] = end.window
+            self._standing.indices[:, end.source][left] = 0
+
+    def _last(self, row: I64, place: I64, places: int) -> I64:
+        """Number of the last piece of each place (a lane, or one of a source) up to each row, int64 [steps + 1, places]; -1 for none."""
+        last = np.full((self.steps + 1) * places, -1, np.int64)
+        mine = (row > 0) & (row <= self.steps)
+        last[(row * places + place)[mine]] = np.flatnonzero(mine)  # of equal ones the last wins, says numpy
+        return np.maximum.accumulate(last.reshape(-1, places), axis=0)
+
+    def _plan_counts(self, pieces: Pieces, row: I64, begun_pairs: I64, sources: int) -> None:
+        """Pairs begun and newest windows used, int64 [steps + 1, sources]."""
+        place = row * sources + pieces["source"]
+        pairs = np.zeros((self.steps + 1) * sources, np.int64)
+        np.add.at(pairs, place, np.where(pieces["begun"] >= 0, pieces["pairs"], 0))
+        self._pairs = np.cumsum(pairs.reshape(-1, sources), axis=0) + begun_pairs
+        newest = np.full((self.steps + 1) * sources, -1, np.int64)
+        np.maximum.at(newest, place, pieces["window"])
+        used = newest.reshape(-1, sources)
         for end in self._ends:
             left = end.left_by(pieces["virtual_time"], pieces["source"], pieces["lane"])
             if left.any():
                 used[row[left].min(), end.source] = end.window - 1
         self._used = np.maximum.accumulate(used, axis=0)
 
-    def _plan_open(self, pieces: Pieces) -> None:
+    def _plan_open(self, pieces: Pieces, first: I64) -> None:
         """Pieces (`best_fit`: fills) open after each step: int64 [steps + 1, lanes], as in `LanesState`."""
-        first = np.maximum(pieces["begun"] // self._span + 1, 0)
         times = np.maximum(np.minimum((pieces["done"] - 1) // self._span, self.steps) - first + 1, 0)
+        if not self._wraps:  # one piece of each fill says all
+            times[1:][(pieces["lane"][1:] == pieces["lane"][:-1]) & (pieces["begun"][1:] == pieces["begun"][:-1])] = 0
         of = np.repeat(np.arange(len(pieces)), times)
-        step = first[of] + np.arange(len(of)) - np.repeat(np.cumsum(times) - times, times)
+        step = first[of] + within(times)
         lane, used = pieces["lane"][of], step * self._span - pieces["begun"][of]
         self._open_source = np.full((self.steps + 1, len(self.lanes)), -1, np.int64)
         self._open_used = np.zeros((self.steps + 1, len(self.lanes)), np.int64)
@@ -190,30 +215,13 @@ class Chunk:
 
     def end_standing(self) -> Standing:
         """Where the lanes stand after the chunk's last step."""
-        return self._after(self._standing, self._next, self.steps)
+        return self._standing.after(self.steps)
 
     @property
     def end_pairs(self) -> I64:
         """Pairs of the pieces begun by the chunk's end, int64 [sources]."""
         pairs: I64 = self._pairs[-1].copy()
         return pairs
-
-    def _after(self, before: Standing, first: int, end: int) -> Standing:
-        """The standing after steps first..end-1."""
-        s = before.copy()
-        done, begun = slice(self._done_edges[first], self._done_edges[end]), slice(self._begun_edges[first], self._begun_edges[end])
-        source, lane, window, index = (column[done] for column in self._done)
-        s.windows[source, lane], s.indices[source, lane] = window, index  # the last of a lane wins, says numpy
-        source, lane, count, time = (column[begun] for column in self._begun)
-        s.counts[source, lane] = count
-        s.last_time[lane], s.last_source[lane] = time, source
-        if not self._ends:
-            return s
-        lanes = np.arange(len(self.lanes))
-        for end_of in self._ends:
-            left = end_of.left_by(s.last_time, s.last_source, lanes)
-            s.windows[end_of.source, left], s.indices[end_of.source, left] = end_of.window, 0
-        return s
 
     # ---- rows
 
@@ -225,11 +233,11 @@ class Chunk:
         """
         step = self._next
         padding = self._rows.fill(step, rows)
-        self._standing, self._next = self._after(self._standing, step, step + 1), step + 1
+        self._next = step + 1
         return StepRows(
-            digests=tuple(map(digest128, rows)),
+            digests=digests128(rows),
             padding=padding,
-            standing=self._standing,
+            standing=self._standing.after(step + 1),
             open_source=self._open_source[step + 1],
             open_used=self._open_used[step + 1],
             pairs=self._pairs[step + 1],

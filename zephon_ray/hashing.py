@@ -66,6 +66,11 @@ def digest128(data: Any) -> bytes:
     return xxhash.xxh3_128_digest(data)
 
 
+def digests128(rows: npt.NDArray[Any]) -> tuple[bytes, ...]:
+    """`digest128` of each `rows[i]`, contiguous each."""
+    return tuple(map(xxhash.xxh3_128_digest, rows))
+
+
 def chain_digest(previous: bytes, step: int, batch: bytes) -> bytes:
     """chain[t] from chain[t-1] (16 bytes), t (from 1) and the digest of batch t (16 bytes)."""
     return digest128(previous + step.to_bytes(8, "little") + batch)

@@ -17,12 +17,13 @@ from zephon_ray.feeding import FedWindows, Want
 from zephon_ray.lane_blocks import LaneBlock, LanesState
 from zephon_ray.plan.dealing import Dealer, phases
 from zephon_ray.plan.packing import SEGMENT, Fills, Laid, Segments, lay_fills, lay_padding, lay_wrap
-from zephon_ray.plan.pieces import I64, PIECE, Pieces, UnitShape, cut_pieces, join
-from zephon_ray.pools import I32, pool_of_all, pool_of_own
+from zephon_ray.plan.pieces import I64, PIECE, Pieces, UnitShape, cut_pieces, join, mixture_order, pick
+from zephon_ray.pools import I32, Pools
 from zephon_ray.recipe import Recipe
 from zephon_ray.stages.unit import TokenisedUnit
 
 _NEVER = np.iinfo(np.int64).max
+_MOST_STANDINGS = 1 << 20  # of a lane in a source, that a chunk may hold for all its steps: 24 MB
 
 
 class LaneGroup:
@@ -50,7 +51,7 @@ class LaneGroup:
     ) -> None:
         self.lanes = lanes if lanes is not None else range(recipe.lanes)
         self._step, self._ordinals = step, np.array(ordinals or [0] * len(start.sources), np.int64)
-        self._recipe, self._pad_id = recipe, pad_id
+        self._recipe = recipe
         self._row_pairs = recipe.sequence_length
         self._step_pairs = recipe.rows_per_lane * recipe.sequence_length
         self._wraps = recipe.packing.algorithm == "wrap"
@@ -69,8 +70,8 @@ class LaneGroup:
         self._pending: list[Pieces] = [np.empty(0, PIECE) for _ in shares]
         self._fills = Fills(len(self.lanes), recipe.fill_pieces)
         self._laid = Laid(pieces=np.empty(0, PIECE), segments=np.empty(0, SEGMENT))
-        self._pools: dict[int, I32] = {}
-        self._next_pool = 0
+        self._pools = Pools(pad_id, recipe.sequence_length + 1)
+        self._next_pool, self._unused = 0, set[int]()
         self._final = np.zeros(len(self.lanes), np.bool_)
         self._standing = Standing.at(start.sources, mine)
         self._begun_pairs = np.array([(src.counts - f)[mine].sum() for src, f in zip(start.sources, first, strict=True)], np.int64)
@@ -96,11 +97,19 @@ class LaneGroup:
         pieces = self._dealers[source].deal(cut, [w.position for w in fed.windows], fed.after, self._next_pool)
         if len(pieces):
             pieces["lane"] -= self.lanes.start
-            self._pools[self._next_pool] = pool_of_all(ids) if len(self.lanes) == recipe.lanes else pool_of_own(ids, pieces)
+            self._drop_unused()
+            add = self._pools.add_all if len(self.lanes) == recipe.lanes else self._pools.add_own
+            add(self._next_pool, ids, pieces)
             self._next_pool += 1
             held = self._pending[source]
             self._pending[source] = join((held, pieces)) if len(held) else pieces
         self._stale = True
+
+    def _drop_unused(self) -> None:
+        """Give up pools that nothing behind the last chunk lies in, once that is made."""
+        if not self._planned:
+            self._pools.drop(self._unused)
+            self._unused = set()
 
     def end(self, source: int) -> None:
         """The source has no window left."""
@@ -180,12 +189,12 @@ class LaneGroup:
                 lane, at = pieces["lane"], pieces["virtual_time"]
                 turn = (at < time[lane]) | ((at == time[lane]) & (s < source[lane]))
                 if turn.any():
-                    taken.append(pieces[turn])
-                    self._pending[s] = pieces[~turn]
+                    taken.append(pick(pieces, turn))
+                    self._pending[s] = pick(pieces, ~turn)
         if not taken:
             return np.empty(0, PIECE)
         ready = join(taken)
-        return ready[np.lexsort((ready["source"], ready["virtual_time"], ready["lane"]))]
+        return pick(ready, mixture_order(ready["lane"], ready["virtual_time"]))
 
     def _lay(self, ready: Pieces) -> None:
         """Pack what is ready behind the lanes' tails."""
@@ -205,8 +214,7 @@ class LaneGroup:
         """Of fills that are about to be laid, those that begin before the start."""
         lane_of_fill = pieces["lane"][np.cumsum(sizes) - sizes]
         first = np.append(True, lane_of_fill[1:] != lane_of_fill[:-1])[: len(sizes)] & (self._tails[lane_of_fill] < 0)
-        again: Pieces = pieces[np.repeat(first, sizes)]
-        return again
+        return pick(pieces, np.repeat(first, sizes))
 
     # ---- output
 
@@ -224,6 +232,7 @@ class LaneGroup:
 
     def _plan(self) -> Chunk:
         """The next steps, as many as nothing still to be read can change."""
+        self._drop_unused()
         recipe, span = self._recipe, self._step_pairs
         full = self._tails // span
         if not self._pads:
@@ -232,19 +241,19 @@ class LaneGroup:
             steps = max(1, -(-int(self._tails.max()) // span))  # once it is over, a step of padding at a time
         else:
             steps = int(full[~self._final].min())
+        steps = min(steps, max(1, _MOST_STANDINGS // self._standing.windows.size))
         end = steps * span
         pieces, segments = self._laid.pieces, self._laid.segments
         chunk = Chunk(
-            pieces=pieces[pieces["begun"] < end],
-            segments=join((segments[segments["at"] < end], self._padding(end))),
-            pools=self._pools.copy(),
+            pieces=pick(pieces, pieces["begun"] < end),
+            segments=join((pick(segments, segments["at"] < end), self._padding(end))),
+            line=self._pools.line,
             dealers=self._dealers,
             standing=self._standing,
             begun_pairs=self._begun_pairs,
             steps=steps,
             rows_per_lane=recipe.rows_per_lane,
             row_pairs=self._row_pairs,
-            pad_id=self._pad_id,
             wraps=self._wraps,
             stops=self._stops,
             lanes=self.lanes,
@@ -283,13 +292,13 @@ class LaneGroup:
         return lay_padding(short, np.maximum(self._tails[short], 0), end, self._row_pairs)
 
     def _carry(self, end: int) -> None:
-        """Keep what lies behind `end`, which becomes position 0, and the pools that are still needed."""
+        """Keep what lies behind `end`, which becomes position 0; find the pools that are not needed for it."""
         pieces, segments = self._laid.pieces, self._laid.segments
-        pieces, segments = pieces[pieces["done"] > end], segments[segments["at"] >= end]
+        pieces, segments = pick(pieces, pieces["done"] > end), pick(segments, segments["at"] >= end)
         pieces["begun"] -= end
         pieces["done"] -= end
         segments["at"] -= end
         self._laid = Laid(pieces=pieces, segments=segments)
         self._tails = np.maximum(self._tails - end, 0)
         live = set(np.unique(np.concatenate([segments["pool"], self._fills.pools, *(p["pool"] for p in self._pending)])).tolist())
-        self._pools = {n: pool for n, pool in self._pools.items() if n in live}
+        self._unused = set(self._pools.numbers) - live

@@ -1,11 +1,13 @@
-"""Pools: arrays of ids that pieces lie in. A group of all lanes takes over all ids, a group of some those of its pieces only.
+"""Pools: the ids that pieces lie in, one pool for all windows of a source that were fed together. They share one *line* of ids.
 
-Either way they are copied, once, so that nothing fed to a lane group stays held: it may lie in a store of limited size.
+A group of all lanes takes over all ids that it is fed, a group of some those of its pieces only. Either way they are copied, once, so
+that nothing fed to a lane group stays held: it may lie in a store of limited size. The line's memory is used again and again, which
+spares the kernel fresh pages, and makes the rows of all pools' pieces one index away.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -15,36 +17,80 @@ from zephon_ray.plan.pieces import I64, Pieces, within
 U32 = npt.NDArray[np.uint32]
 I32 = npt.NDArray[np.int32]
 
-SHORT = 200
-"""Mean ids a piece below which gathering costs less than a slice copy each; measured."""
+SHORT = 110
+"""Mean ids a piece below which one gather of single ids costs less than a copy a piece; measured."""
 
 
-def pool_of_all(ids: Sequence[U32]) -> I32:
-    """All arrays end to end, as int32 [n]: pieces' starts count along that line already."""
-    return np.concatenate(ids).view(np.int32)
-
-
-def pool_of_own(ids: Sequence[U32], pieces: Pieces) -> I32:
-    """The ids of some pieces end to end, as int32 [n].
+class Pools:
+    """The pools of a lane group, by number. Starts of pieces count along the line.
 
     Args:
-        ids: the arrays whose line the pieces' starts count along.
-        pieces: at least one; their starts are changed to count along the pool.
+        pad_id: what the line begins with, `padding` times, so that padding has a start too: 0.
+        padding: ids, at least 1.
     """
-    ends = np.cumsum([len(a) for a in ids])
-    array = np.searchsorted(ends, pieces["start"], side="right")
-    source = pieces["start"] - np.concatenate(([0], ends))[array]
-    size = pieces["pairs"] + 1
-    total = np.cumsum(size)
-    to = total - size
-    pool = np.empty(int(total[-1]), np.uint32)
-    if len(pool) < len(pieces) * SHORT:
-        _gather(pool, ids, array, source, to, size)
-    else:
-        for a, first, at, n in zip(array.tolist(), source.tolist(), to.tolist(), size.tolist(), strict=True):
-            pool[at : at + n] = ids[a][first : first + n]
-    pieces["start"] = to
-    return pool.view(np.int32)
+
+    def __init__(self, pad_id: int, padding: int) -> None:
+        self.line = np.full(padding, pad_id, np.int32)
+        """int32 [n]. It is replaced when there is no room left; what it holds stays where it is, in the old one too."""
+        self._first = padding
+        self._pools: dict[int, tuple[int, int]] = {}
+
+    @property
+    def ids(self) -> int:
+        """Held in all pools together."""
+        return sum(end - first for first, end in self._pools.values())
+
+    def add_all(self, number: int, ids: Sequence[U32], pieces: Pieces) -> None:
+        """Take over all arrays, end to end; starts of the pieces, which count along them, are changed to count along the line."""
+        at = self._room(number, sum(map(len, ids)))
+        np.concatenate(ids, out=self.line[at : self._pools[number][1]].view(np.uint32))
+        pieces["start"] += at
+
+    def add_own(self, number: int, ids: Sequence[U32], pieces: Pieces) -> None:
+        """Take over the ids of some pieces, piece after piece.
+
+        Args:
+            number: the pool's.
+            ids: the arrays whose line the pieces' starts count along.
+            pieces: at least one; their starts are changed to count along the line of the pools.
+        """
+        ends = np.cumsum([len(a) for a in ids])
+        array = np.searchsorted(ends, pieces["start"], side="right")
+        source = pieces["start"] - np.concatenate(([0], ends))[array]
+        size = pieces["pairs"] + 1
+        to = np.cumsum(size) - size
+        at = self._room(number, int(size.sum()))
+        pool = self.line[at : self._pools[number][1]].view(np.uint32)
+        if len(pool) < len(pieces) * SHORT:
+            _gather(pool, ids, array, source, to, size)
+        else:
+            for a, first, start, n in zip(array.tolist(), source.tolist(), to.tolist(), size.tolist(), strict=True):
+                pool[start : start + n] = ids[a][first : first + n]
+        pieces["start"] = at + to
+
+    def drop(self, numbers: Collection[int]) -> None:
+        """Nothing lies in these any more; their room is used again."""
+        for number in numbers:
+            del self._pools[number]
+
+    def _room(self, number: int, size: int) -> int:
+        """Where a new pool begins: the first gap that is wide enough, or the end of a line that grows."""
+        at = self._first
+        for first, end in sorted(self._pools.values()):
+            if first - at >= size:
+                break
+            at = end
+        if at + size > len(self.line):
+            line = np.empty(max(at + size, 2 * len(self.line)), np.int32)
+            line[:at] = self.line[:at]
+            self.line = line
+        self._pools[number] = at, at + size
+        return at
+
+    @property
+    def numbers(self) -> Collection[int]:
+        """Of the pools that are held."""
+        return self._pools.keys()
 
 
 def _gather(pool: U32, ids: Sequence[U32], array: I64, source: I64, to: I64, size: I64) -> None:

@@ -1,16 +1,15 @@
 """A row plan: which ids the rows of some steps of a lane group are made of, and the making of them.
 
-Inputs and labels come from pools, positions count from each segment's beginning. It neither decides what comes where nor knows of sources.
+Inputs are ids of the line that all pools share, labels the same one place on, positions count from each segment's beginning. It neither
+decides what comes where nor knows of sources.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
+import numpy.typing as npt
 
 from zephon_ray.plan.packing import PADDING, Segments
-from zephon_ray.plan.pieces import I64
 from zephon_ray.pools import I32, SHORT
 
 IGNORE = -100
@@ -24,26 +23,35 @@ class RowPlan:
 
     Args:
         segments: all that the rows are made of, padding too: every pair of every row once.
-        pools: ids (as int32) by pool number.
+        line: int32 [n], what the segments' starts count along; it begins with at least a row's worth of the padding's input.
         steps: how many.
-        rows_per_lane: rows a step and lane.
+        lanes: in all, of `rows_per_lane` rows a step each.
+        rows_per_lane: at least 1.
         row_pairs: `sequence_length`.
-        pad_id: input of padding.
     """
 
-    def __init__(
-        self, segments: Segments, pools: Mapping[int, I32], *, steps: int, rows_per_lane: int, row_pairs: int, pad_id: int
-    ) -> None:
-        self._pools, self._row_pairs, self._pad_id = pools, row_pairs, pad_id
+    def __init__(self, segments: Segments, line: I32, *, steps: int, lanes: int, rows_per_lane: int, row_pairs: int) -> None:
+        self._line, self._bytes, self._row_pairs = line, line.data.cast("B"), row_pairs
         span = rows_per_lane * row_pairs
-        step = segments["at"] // span
-        cell = segments["lane"] * np.int64(span) + segments["at"] - step * span
-        order = np.lexsort((cell, step))
-        self._edges = np.searchsorted(step[order], np.arange(steps + 1)).tolist()
-        self._cell = cell[order]  # the pair of the step, row after row, at which a segment begins
-        self._pool, self._start, self._length = (segments[name][order] for name in ("pool", "start", "pairs"))
+        at, step_pairs = segments["at"], lanes * span
+        step = at // span
+        place = segments["lane"] * np.int64(span) + at + step * (step_pairs - span)  # on the line of all steps' pairs
+        order = np.argsort(place, kind="stable")
+        self._cell = place[order]
+        self._start, self._length, pool = (segments[name][order] for name in ("start", "pairs", "pool"))
+        self._last = line.take(self._start + self._length)
+        self._padding = np.flatnonzero(pool == PADDING)
+        self._last[self._padding] = IGNORE
         self._block_rows = max(1, _BLOCK // row_pairs)
-        self._ordinals = np.arange(self._block_rows * row_pairs, dtype=np.int32)
+        blocks = np.arange(0, lanes * rows_per_lane, self._block_rows) * row_pairs
+        bounds = (np.arange(steps)[:, None] * step_pairs + blocks).ravel()
+        self._blocks = len(blocks)
+        self._edges = np.append(np.searchsorted(self._cell, bounds), len(order)).tolist()
+        self._padding_edges = np.searchsorted(self._padding, self._edges).tolist()
+        self._bounds = bounds.tolist()
+        most = self._block_rows * row_pairs
+        self._ordinals, self._numbers = np.arange(most), np.arange(most, dtype=np.int32)
+        self._ids = np.empty(most + 1, np.int32)
 
     def fill(self, step: int, rows: I32) -> int:
         """Make the rows of a step.
@@ -55,61 +63,38 @@ class RowPlan:
         Returns:
             How many of its pairs are padding.
         """
-        first, end = self._edges[step], self._edges[step + 1]
-        cells = self._cell[first:end]
-        padded = 0
-        for row in range(0, len(rows), self._block_rows):
-            block = rows[row : row + self._block_rows]
-            edges = np.searchsorted(cells, (row * self._row_pairs, (row + len(block)) * self._row_pairs)).tolist()
-            padded += self._fill_block(block, row * self._row_pairs, slice(first + edges[0], first + edges[1]))
-        return padded
+        first = step * self._blocks
+        for block in range(self._blocks):
+            at = block * self._block_rows
+            self._fill_block(first + block, rows[at : at + self._block_rows])
+        padding = self._padding[self._padding_edges[first] : self._padding_edges[first + self._blocks]]
+        return int(self._length[padding].sum())
 
-    def _fill_block(self, rows: I32, first_cell: int, of: slice) -> int:
-        """Whole rows, which segments `of` make up."""
-        t = self._row_pairs
-        cell, pool, start, length = self._cell[of] - first_cell, self._pool[of], self._start[of], self._length[of]
-        to = cell + cell // t * (2 * t)  # where a segment's inputs lie in the line of all numbers
-        pairs = len(rows) * t
-        begins = np.repeat(cell.astype(np.int32), length).reshape(len(rows), t)
-        np.subtract(self._ordinals[:pairs].reshape(len(rows), t), begins, out=rows[:, 2])
-        make = self._copy if pairs >= len(cell) * SHORT else self._gather
-        return make(rows, pool, start, length, to)
+    def _fill_block(self, block: int, rows: I32) -> None:
+        """Whole rows."""
+        of = slice(self._edges[block], self._edges[block + 1])
+        shape, pairs = (len(rows), self._row_pairs), len(rows) * self._row_pairs
+        cell, start, length = self._cell[of] - self._bounds[block], self._start[of], self._length[of]
+        np.subtract(self._numbers[:pairs].reshape(shape), np.repeat(cell.astype(np.int32), length).reshape(shape), out=rows[:, 2])
+        short = pairs < len(cell) * SHORT
+        ids = self._gathered(start - cell, length, pairs) if short else self._joined(start, length)
+        rows[:, 0] = ids[:-1].reshape(shape)
+        # Labels are the inputs one place on, but for each segment's last.
+        ids[cell + length] = self._last[of]
+        for padding in self._padding[self._padding_edges[block] : self._padding_edges[block + 1]].tolist():
+            begin = self._cell[padding] - self._bounds[block]
+            ids[begin + 1 : begin + self._length[padding]] = IGNORE
+        rows[:, 1] = ids[1:].reshape(shape)
 
-    def _copy(self, rows: I32, pool: I64, start: I64, length: I64, to: I64) -> int:
-        """Two slice copies a segment: the least work where segments are long."""
-        t, line, pools, padded = self._row_pairs, rows.reshape(-1), self._pools, 0
-        for number, first, n, at in zip(pool.tolist(), start.tolist(), length.tolist(), to.tolist(), strict=True):
-            if number == PADDING:
-                line[at : at + n], line[at + t : at + t + n] = self._pad_id, IGNORE
-                padded += n
-            else:
-                ids = pools[number]
-                line[at : at + n] = ids[first : first + n]
-                line[at + t : at + t + n] = ids[first + 1 : first + n + 1]
-        return padded
+    def _joined(self, start: npt.NDArray[np.int64], length: npt.NDArray[np.int64]) -> I32:
+        """A copy a segment: the least work where they are long. One id more than pairs, to be written over."""
+        line = self._bytes
+        parts = [line[first:end] for first, end in zip((start * 4).tolist(), ((start + length) * 4).tolist(), strict=True)]
+        return np.frombuffer(bytearray().join([*parts, line[:4]]), np.int32)
 
-    def _gather(self, rows: I32, pool: I64, start: I64, length: I64, to: I64) -> int:
-        """No Python a segment, where they are short. Labels are the inputs one place on, but for each segment's last."""
-        t, line, padded = self._row_pairs, rows.reshape(-1), 0
-        of_pools = [(number, pool == number) for number in set(pool.tolist())]
-        for number, mine in of_pools:
-            if number != PADDING:
-                source, target = _runs(start[mine], length[mine], to[mine])
-                line[target] = self._pools[number].take(source)
-        rows[:, 1, :-1] = rows[:, 0, 1:]
-        for number, mine in of_pools:
-            if number != PADDING:
-                line[(to + length)[mine] + (t - 1)] = self._pools[number][(start + length)[mine]]
-            else:
-                _, target = _runs(to[mine], length[mine], to[mine])
-                padded = len(target)
-                line[target], line[target + t] = self._pad_id, IGNORE
-        return padded
-
-
-def _runs(start: I64, length: I64, to: I64) -> tuple[I64, I64]:
-    """Places `start`, `start + 1`, ... and `to`, `to + 1`, ..., as many as each run is long: both int64 [sum of lengths]."""
-    ends = length.cumsum()
-    before, pair = ends - length, np.arange(ends[-1])
-    # A pair's number along the runs says, with one shift a run, where it comes from and where it goes.
-    return pair + np.repeat(start - before, length), pair + np.repeat(to - before, length)
+    def _gathered(self, shift: npt.NDArray[np.int64], length: npt.NDArray[np.int64], pairs: int) -> I32:
+        """No Python a segment, where they are short."""
+        index = np.repeat(shift, length)
+        index += self._ordinals[:pairs]
+        self._line.take(index, out=self._ids[:pairs], mode="clip")  # the default mode would go by way of another array
+        return self._ids[: pairs + 1]

@@ -25,7 +25,7 @@ from zephon_ray.recipe import Recipe, recipe_from_dict
 from zephon_ray.stages.unit import TokenisedUnit
 
 UNITS, UNIT_IDS, SEQUENCE = 16, 262_144, 2048
-WARM_PAIRS = 4_000_000  # about the first window
+WARM_PAIRS = 40_000_000  # until as many windows are held as ever are, so that room for them is made already
 
 
 def a_recipe(lanes: int, packing: str) -> Recipe:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from zephon_ray.plan.pieces import I64, PIECE, Pieces, join, within
+from zephon_ray.plan.pieces import I64, PIECE, Pieces, join, pick, within
 
 PADDING = -1
 """Number of the pool of a segment that is padding."""
@@ -54,22 +54,20 @@ def lay_wrap(pieces: Pieces, tails: I64, sequence_length: int) -> Laid:
     total = np.cumsum(pairs)
     first = np.searchsorted(lane, np.arange(len(tails) + 1))
     edges = np.concatenate(([0], total))[first]
-    begun = tails[lane] + total - pairs - edges[lane]
+    begins = int(tails.min())
+    begun = (tails - edges[:-1])[lane] + total - pairs
     done = begun + pairs
     tails += np.diff(edges)
     pieces["begun"], pieces["done"] = begun, done
 
-    row, last_row = begun // sequence_length, (done - 1) // sequence_length
-    times = last_row - row + 1
-    parts = pieces
-    if len(times) and times.max() > 1:
-        of = np.repeat(np.arange(len(times)), times)
-        row = row[of] + within(times)
-        parts, begun, done = pieces[of], begun[of], done[of]
-    at = np.maximum(begun, row * sequence_length)
-    end = np.minimum(done, (row + 1) * sequence_length)
-    segments = segments_of(parts["lane"], at, end - at, parts["pool"], parts["start"] + at - begun)
-    return Laid(pieces=pieces, segments=segments[at >= 0])
+    row = begun // sequence_length
+    times = (done - 1) // sequence_length - row + 1
+    of = np.repeat(np.arange(len(times)), times)
+    edge = (row[of] + within(times)) * sequence_length  # of the row that a segment lies in
+    at = np.maximum(begun[of], edge)
+    pairs = np.minimum(done[of], edge + sequence_length) - at
+    segments = segments_of(lane[of], at, pairs, pieces["pool"][of], (pieces["start"] - begun)[of] + at)
+    return Laid(pieces=pieces, segments=segments if begins >= 0 else pick(segments, at >= 0))
 
 
 def lay_padding(lanes: I64, tails: I64, end: int, sequence_length: int) -> Segments:
@@ -186,7 +184,10 @@ def lay_fills(pieces: Pieces, sizes: I64, tails: I64, sequence_length: int) -> L
         first += size
     pieces["begun"], pieces["done"] = np.repeat(starts, sizes), np.repeat(starts + rows_of_fills * sequence_length, sizes)
     row_at = np.repeat(starts, rows_of_fills) + within(rows_of_fills) * sequence_length
-    return Laid(pieces=pieces, segments=_row_segments(pieces[order], row_at, np.array(members_of_rows, np.int64), sequence_length))
+    return Laid(
+        pieces=pieces,
+        segments=_row_segments(pick(pieces, np.array(order, np.int64)), row_at, np.array(members_of_rows, np.int64), sequence_length),
+    )
 
 
 def _row_segments(pieces: Pieces, row_at: I64, members: I64, sequence_length: int) -> Segments:
@@ -206,4 +207,4 @@ def _row_segments(pieces: Pieces, row_at: I64, members: I64, sequence_length: in
     short = np.flatnonzero(used < sequence_length)
     rest = segments_of(pieces["lane"][firsts[short]], row_at[short] + used[short], sequence_length - used[short], PADDING, 0)
     segments = join((real, rest))
-    return segments[segments["at"] >= 0]
+    return pick(segments, segments["at"] >= 0)
