@@ -101,7 +101,8 @@ class Scenarios:
     def __init__(self, folder: Path) -> None:
         self._light = many_units(folder / "light", files=16, units=50, words=12, execution={"stall_seconds": STALL_S})
         size = {"sequence_length": 8192, "global_batch_size": 8}
-        self._heavy = many_units(folder / "heavy", files=8, units=60, words=20_000, execution={"stall_seconds": HEAVY_STALL_S}, **size)
+        execution = {"stall_seconds": HEAVY_STALL_S, "engine": "hf"}  # with the fast one a single worker has time left
+        self._heavy = many_units(folder / "heavy", files=8, units=60, words=20_000, execution=execution, **size)
         self._nodes = Nodes()
 
     def close(self) -> None:
