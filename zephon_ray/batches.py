@@ -86,7 +86,10 @@ class GlobalStep:
 
     def with_rows(self, rows: npt.NDArray[np.int32]) -> GlobalBatch:
         """The step and its rows, int32 [B, 3, T]."""
-        return GlobalBatch(**{field.name: getattr(self, field.name) for field in fields(GlobalStep)}, rows=rows)
+        return GlobalBatch(**{name: getattr(self, name) for name in _OF_STEP}, rows=rows)
+
+
+_OF_STEP = tuple(field.name for field in fields(GlobalStep))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -85,15 +85,19 @@ class StepRows:
     Args:
         digests: of the group's rows, lane by lane, 16 bytes each.
         padding: pairs that are padding.
-        standing: of the lanes after the step.
+        windows, indices, counts: int64 [sources, lanes], where the lanes stand after it, as in `LaneBlock`.
+        oldest: of each source, the oldest window in which one of them stands, as the dealers count.
         open_source, open_used: int64 [lanes], the piece or fill open after it, as in `LanesState`.
         pairs: int64 [sources], pairs of all pieces begun since the run began.
-        used_before, used: int64 [sources], ordinal of the newest window used before and after it.
+        used_before, used: int64 [sources], the newest window used before and after it, as in `LaneBlock`.
     """
 
     digests: tuple[bytes, ...]
     padding: int
-    standing: Standing
+    windows: I64
+    indices: I64
+    counts: I64
+    oldest: list[int]
     open_source: I64
     open_used: I64
     pairs: I64
@@ -111,6 +115,7 @@ class Chunk:
         dealers: one a source, read for the sources that are at their end.
         standing: before its first step.
         begun_pairs: int64 [sources], pairs of the pieces begun before it.
+        ordinals: int64 [sources], of the dealers' first windows in the stream's count.
         wraps: whether the packing is `wrap`.
         stops: whether a lane ends with the first source that does.
         steps: how many, at least 1.
@@ -128,6 +133,7 @@ class Chunk:
         dealers: Sequence[Dealer],
         standing: Standing,
         begun_pairs: I64,
+        ordinals: I64,
         steps: int,
         rows_per_lane: int,
         row_pairs: int,
@@ -145,8 +151,10 @@ class Chunk:
         # The step that is the first after which a piece is begun, or done: row t of what is planned is after the chunk's first t steps.
         begun, done = pieces["begun"] // self._span + 1, -(-pieces["done"] // self._span)
         self._plan_standing(pieces, begun, done, standing)
-        self._plan_counts(pieces, np.maximum(begun, 0), begun_pairs, len(dealers))
+        self._plan_counts(pieces, np.maximum(begun, 0), begun_pairs, ordinals)
         self._plan_open(pieces, np.maximum(begun, 0))
+        self._oldest = self._standing.windows.min(axis=2).tolist()
+        self._windows = self._standing.windows + ordinals[:, None]
         self._next = 0
 
     # ---- the plan of what each step changes, made for all steps at once
@@ -184,8 +192,9 @@ class Chunk:
         last[(row * places + place)[mine]] = np.flatnonzero(mine)  # of equal ones the last wins, says numpy
         return np.maximum.accumulate(last.reshape(-1, places), axis=0)
 
-    def _plan_counts(self, pieces: Pieces, row: I64, begun_pairs: I64, sources: int) -> None:
+    def _plan_counts(self, pieces: Pieces, row: I64, begun_pairs: I64, ordinals: I64) -> None:
         """Pairs begun and newest windows used, int64 [steps + 1, sources]."""
+        sources = len(ordinals)
         place = row * sources + pieces["source"]
         pairs = np.zeros((self.steps + 1) * sources, np.int64)
         np.add.at(pairs, place, np.where(pieces["begun"] >= 0, pieces["pairs"], 0))
@@ -197,7 +206,7 @@ class Chunk:
             left = end.left_by(pieces["virtual_time"], pieces["source"], pieces["lane"])
             if left.any():
                 used[row[left].min(), end.source] = end.window - 1
-        self._used = np.maximum.accumulate(used, axis=0)
+        self._used = np.maximum.accumulate(used, axis=0) + ordinals
 
     def _plan_open(self, pieces: Pieces, first: I64) -> None:
         """Pieces (`best_fit`: fills) open after each step: int64 [steps + 1, lanes], as in `LanesState`."""
@@ -231,18 +240,20 @@ class Chunk:
         Args:
             rows: int32 [rows, 3, sequence_length], contiguous; is filled with inputs, labels and positions, lane by lane.
         """
-        step = self._next
-        padding = self._rows.fill(step, rows)
-        self._next = step + 1
+        before = self._next
+        self._next = after = before + 1
         return StepRows(
+            padding=self._rows.fill(before, rows),
             digests=digests128(rows),
-            padding=padding,
-            standing=self._standing.after(step + 1),
-            open_source=self._open_source[step + 1],
-            open_used=self._open_used[step + 1],
-            pairs=self._pairs[step + 1],
-            used_before=self._used[step],
-            used=self._used[step + 1],
+            windows=self._windows[after],
+            indices=self._standing.indices[after],
+            counts=self._standing.counts[after],
+            oldest=self._oldest[after],
+            open_source=self._open_source[after],
+            open_used=self._open_used[after],
+            pairs=self._pairs[after],
+            used_before=self._used[before],
+            used=self._used[after],
         )
 
     @property

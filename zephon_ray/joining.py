@@ -18,6 +18,7 @@ from zephon_ray.lane_blocks import LaneBlock, LanesState
 from zephon_ray.ledger.line import LeftOutCounts, WindowUse
 from zephon_ray.plan.dealing import SourceStart
 from zephon_ray.plan.pieces import I64
+from zephon_ray.plan.windows import Position
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,8 +68,8 @@ def join_blocks(previous_chain: bytes, blocks: Sequence[LaneBlock]) -> JoinedSte
     step = blocks[0].step
     row_digests = tuple(end_to_end.from_iterable(b.row_digests for b in blocks))
     digest, chain = fold(step, previous_chain, row_digests)
-    windows = _lane_by_lane([b.windows for b in blocks])
-    oldest = windows.min(axis=1)
+    # A group in which some lane stands in the oldest window of all knows its start, and what was dealt before it.
+    oldest = [min(of_source, key=_ordinal) for of_source in zip(*[b.oldest for b in blocks], strict=True)]
     return JoinedStep(
         step=step,
         row_digests=row_digests,
@@ -78,9 +79,9 @@ def join_blocks(previous_chain: bytes, blocks: Sequence[LaneBlock]) -> JoinedSte
         pairs=reduce(np.add, [b.pairs for b in blocks]),
         used_before=reduce(np.maximum, [b.used_before for b in blocks]),
         used=reduce(np.maximum, [b.used for b in blocks]),
-        oldest=oldest,
+        oldest=np.array([ordinal for ordinal, _, _ in oldest], np.int64),
         lanes=LanesState(
-            sources=_starts(blocks, windows, oldest),
+            sources=_starts(blocks, oldest),
             open_source=_lane_by_lane([b.open_source for b in blocks]),
             open_used=_lane_by_lane([b.open_used for b in blocks]),
         ),
@@ -111,20 +112,21 @@ def _check(blocks: Sequence[LaneBlock]) -> None:
                 f" {blocks[0].step} should. Resume from the last state"
             )
         lane += len(block.open_used)
-    lanes = len(blocks[0].oldest[0][1])
+    lanes = len(blocks[0].oldest[0][2])
     if lane != lanes:
         raise RunnerError(f"lane blocks do not make a step: lanes {lane} to {lanes - 1} of step {blocks[0].step} are missing")
 
 
-def _starts(blocks: Sequence[LaneBlock], windows: I64, oldest: I64) -> tuple[SourceStart, ...]:
-    """A group in which some lane stands in the oldest window of all knows its start, and what was dealt before it."""
-    indices, counts = _lane_by_lane([b.indices for b in blocks]), _lane_by_lane([b.counts for b in blocks])
-    starts = []
-    for s, ordinal in enumerate(oldest.tolist()):
-        block = next(b for b in blocks if int(b.windows[s].min()) == ordinal) if len(blocks) > 1 else blocks[0]
-        position, dealt = block.oldest[s]
-        starts.append(SourceStart(position=position, dealt=dealt, windows=windows[s] - ordinal, indices=indices[s], counts=counts[s]))
-    return tuple(starts)
+def _ordinal(oldest: tuple[int, Position, I64]) -> int:
+    return oldest[0]
+
+
+def _starts(blocks: Sequence[LaneBlock], oldest: Sequence[tuple[int, Position, I64]]) -> tuple[SourceStart, ...]:
+    windows, indices, counts = (_lane_by_lane([getattr(b, name) for b in blocks]) for name in ("windows", "indices", "counts"))
+    return tuple(
+        SourceStart(position=position, dealt=dealt, windows=windows[s] - ordinal, indices=indices[s], counts=counts[s])
+        for s, (ordinal, position, dealt) in enumerate(oldest)
+    )
 
 
 def _lane_by_lane(arrays: Sequence[I64]) -> I64:

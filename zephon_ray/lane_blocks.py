@@ -65,7 +65,7 @@ class LaneBlock:
         over: all its lanes had ended before the step, so that its rows are padding only.
         windows, indices, counts: int64 [sources, lanes of the group], as in the contract's "State".
         open_source, open_used: int64 [lanes of the group], as in `LanesState`.
-        oldest: of each source, start of the oldest window in which one of these lanes stands, and the pairs dealt to each lane of
+        oldest: of each source, the oldest window in which one of these lanes stands, its start, and the pairs dealt to each lane of
             the run before it, int64 [lanes], less their minimum.
         pairs: int64 [sources], pairs of all pieces that these lanes have begun since the run began.
         used_before: int64 [sources], newest window that a piece begun before the step lies in, -1 for none; steps before it
@@ -83,7 +83,7 @@ class LaneBlock:
     counts: I64
     open_source: I64
     open_used: I64
-    oldest: tuple[tuple[Position, I64], ...]
+    oldest: tuple[tuple[int, Position, I64], ...]
     pairs: I64
     used_before: I64
     used: I64

@@ -251,6 +251,7 @@ class LaneGroup:
             dealers=self._dealers,
             standing=self._standing,
             begun_pairs=self._begun_pairs,
+            ordinals=self._ordinals,
             steps=steps,
             rows_per_lane=recipe.rows_per_lane,
             row_pairs=self._row_pairs,
@@ -265,25 +266,24 @@ class LaneGroup:
     def _block(self, step: StepRows, over: bool) -> LaneBlock:
         """What is to be said of a step; steps in order, since windows older than all lanes' are forgotten."""
         oldest = []
-        for dealer, ordinal in zip(self._dealers, step.standing.windows.min(axis=1).tolist(), strict=True):
+        for dealer, ordinal, first in zip(self._dealers, step.oldest, self._ordinals.tolist(), strict=True):
             dealer.forget(ordinal)
-            oldest.append(dealer.start_of(ordinal))
-        first = self._ordinals[:, None]
+            oldest.append((first + ordinal, *dealer.start_of(ordinal)))
         return LaneBlock(
             step=self._step,
             first_lane=self.lanes.start,
             row_digests=step.digests,
             padding=step.padding,
             over=over,
-            windows=step.standing.windows + first,
-            indices=step.standing.indices,
-            counts=step.standing.counts,
+            windows=step.windows,
+            indices=step.indices,
+            counts=step.counts,
             open_source=step.open_source,
             open_used=step.open_used,
             oldest=tuple(oldest),
             pairs=step.pairs,
-            used_before=self._ordinals + step.used_before,
-            used=self._ordinals + step.used,
+            used_before=step.used_before,
+            used=step.used,
         )
 
     def _padding(self, end: int) -> Segments:

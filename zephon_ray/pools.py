@@ -20,6 +20,8 @@ I32 = npt.NDArray[np.int32]
 SHORT = 110
 """Mean ids a piece below which one gather of single ids costs less than a copy a piece; measured."""
 
+_ROOM = 4  # times as long as it has to be is a line made that must grow: what is never written to costs no memory, and growing a copy
+
 
 class Pools:
     """The pools of a lane group, by number. Starts of pieces count along the line.
@@ -81,7 +83,7 @@ class Pools:
                 break
             at = end
         if at + size > len(self.line):
-            line = np.empty(max(at + size, 2 * len(self.line)), np.int32)
+            line = np.empty(_ROOM * (at + size), np.int32)
             line[:at] = self.line[:at]
             self.line = line
         self._pools[number] = at, at + size
