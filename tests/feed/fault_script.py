@@ -30,6 +30,7 @@ from tests.feed.feeds import Rank, Step, eventually, folded, ranks, steps_of
 from tests.feed.test_production import lane_workers_of_ours
 from tests.ray.many_units import many_units, with_execution
 from tests.ray.nodes_script import Nodes, raylet
+from tests.ray.test_ray_faults import processes
 from tests.ray.test_ray_store import store
 from zephon_ray.feed.protocol import StreamStatus
 from zephon_ray.feed.service import Order, Service
@@ -122,12 +123,13 @@ def node(folder: Path, pick: random.Random) -> dict[str, Any]:
             eventually(lambda: job.step >= AT + pick.randrange(10), GIVE_UP_S)
             before = lane_workers()
             with_lanes = [node for node in there if before & below(node)]
+            feeds = {process.pid for process in processes("ray::Feed")} & below(nodes.head)
             os.kill(raylet(pick.choice(with_lanes)), signal.SIGKILL)
             killed = time.time()
             ended = job.join()
             # Lane workers are replaced because one is missed, or because a rank has missed rows first: only the former is `reopened`.
             found = {"nodes": len(with_lanes), "ended": ended, "replaced": len(lane_workers() - before), "longest_s": job.longest_s(killed)}
-            found |= {"reopened": status().reopened, "same": job.same(expected)}
+            found |= {"on_head": len(feeds), "reopened": status().reopened, "same": job.same(expected)}
             return {**found, "steps": len(job.started[0].steps), "errors": job.errors}
     finally:
         nodes.close()

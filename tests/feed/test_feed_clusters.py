@@ -46,6 +46,7 @@ def scenario(name: str, folder: Path, seed: int) -> dict[str, Any]:
 @pytest.mark.parametrize("seed", range(2))
 def test_a_node_killed_under_a_lane_worker_costs_no_row(seed: int, tmp_path: Path) -> None:
     found = scenario("node", tmp_path, seed)
+    assert (found["on_head"], found["nodes"]) == (1, LANE_WORKERS), "the feed is on the head, and each lane worker on a node of its own"
     assert (found["same"], found["ended"], found["errors"]) == (True, True, [None, None]), found
     assert (found["steps"], found["replaced"]) == (STEPS, LANE_WORKERS), found
 

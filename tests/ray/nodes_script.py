@@ -43,6 +43,7 @@ class Nodes:
         head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "include_dashboard": False, "dashboard_port": None, **more}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         ray.init(address=self._cluster.address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+        self.head = self._cluster.head_node
         self._there: list[Any] = []
 
     def add(self, cpus: int, **more: Any) -> Any:

@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from zephon_ray.errors import FeedError, RunDirectoryError, UserError, ZephonError
 from zephon_ray.feed.feed import Feed, FeedOptions
@@ -45,6 +44,8 @@ _CALLS = 10_000
 """At a time: each rank that waits for a step holds one."""
 _GONE_S = 20.0
 _LOOK_S = 0.1
+_HEAD, _A_BIT = "node:__internal_head__", 0.001
+"""Of this Ray's head has 1, and no other node any."""
 _JOBS_FOLDER = "working_dir_files"
 """Stands in the path of a folder that Ray made for a job, and deletes after it."""
 
@@ -93,7 +94,7 @@ class Service:
     def start(self, order: Order) -> FeedStatus:
         """Start a feed, and wait until it has looked at its data.
 
-        It is placed on the head, if that lives: without the head there is no cluster anyway, and nodes of workers and ranks come and go.
+        It is placed on the head: without the head there is no cluster anyway, and nodes of workers and ranks come and go.
 
         Raises:
             UserError: there is such a feed, or its name cannot be one.
@@ -233,9 +234,12 @@ def _nodes() -> list[dict[str, Any]]:
     return [node for node in nodes if node["Alive"]]
 
 
-def _on_head() -> Any:
-    heads = [node["NodeID"] for node in _nodes() if "node:__internal_head__" in node["Resources"]]
-    return NodeAffinitySchedulingStrategy(heads[0], soft=True) if heads else "DEFAULT"
+def _on_head() -> dict[str, float] | None:
+    """A resource that only the head has, so that an actor that takes of it waits for the head; None where no head says so.
+
+    A soft affinity to the head would not do: for actors that take nothing, Ray 2.60 does not heed it.
+    """
+    return {_HEAD: _A_BIT} if any(_HEAD in node["Resources"] for node in _nodes()) else None
 
 
 def _new_actor(order: Order) -> Any:
@@ -249,7 +253,7 @@ def _new_actor(order: Order) -> Any:
     )
     actor = ray.remote(Feed).options(
         name=actor_name(order.name), namespace=NAMESPACE, lifetime="detached", max_restarts=-1, max_task_retries=0, num_cpus=0,
-        max_concurrency=_CALLS, scheduling_strategy=_on_head(), enable_task_events=False,
+        max_concurrency=_CALLS, resources=_on_head(), enable_task_events=False,
     )  # fmt: skip
     return actor.remote(options)
 

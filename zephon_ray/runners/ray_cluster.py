@@ -72,10 +72,14 @@ class Cluster:
             self._counted = now, sum(_room(node, workers) for node in nodes if node["Alive"])
 
     def spread(self, workers: WorkersSpec, count: int) -> list[Any]:
-        """Where to schedule `count` actors that work beside workers: nodes with room for these in turn; here where there is none."""
+        """Where to schedule `count` actors that work beside workers: nodes with room for these in turn; here where there is none.
+
+        Not elsewhere, even where such a node dies meanwhile, which Ray says. A soft affinity is no choice: Ray 2.60 does not heed it for
+        actors that take nothing (measured: 3 of 10 came where they were sent).
+        """
         nodes = sorted((-_room(node, workers), node["NodeID"]) for node in ray.nodes() if node["Alive"])  # type: ignore[no-untyped-call]
         with_room = [node for room, node in nodes if room] or [ray.get_runtime_context().get_node_id()]
-        return [NodeAffinitySchedulingStrategy(with_room[i % len(with_room)], soft=True) for i in range(count)]
+        return [NodeAffinitySchedulingStrategy(with_room[i % len(with_room)], soft=False) for i in range(count)]
 
     def leave(self) -> None:
         """Be done with it. The last one to be so shuts down a cluster that we started, or parts from one that we joined."""
