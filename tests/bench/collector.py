@@ -25,7 +25,7 @@ from zephon_ray.recipe import Recipe, recipe_from_dict
 from zephon_ray.stages.unit import TokenisedUnit
 
 UNITS, UNIT_IDS, SEQUENCE = 16, 262_144, 2048
-WARM_PAIRS = 40_000_000  # until as many windows are held as ever are, so that room for them is made already
+WARM_PAIRS, WARM_PAIRS_A_LANE = 40_000_000, 200_000  # until as many windows are held as ever are, so that room for them is made already
 
 
 def a_recipe(lanes: int, packing: str) -> Recipe:
@@ -58,8 +58,11 @@ def windows(mean_tokens: int, seed: int) -> Iterator[FedWindows[TokenisedUnit]]:
         epoch += 1
 
 
-def pairs_per_cpu_second(lanes: int, mean_tokens: int, packing: str, seconds: float, groups: int = 1) -> float:
+def pairs_per_cpu_second(
+    lanes: int, mean_tokens: int, packing: str, seconds: float, groups: int = 1, warm_pairs: int | None = None
+) -> float:
     """Of all groups together, one after the other in this process."""
+    warm = WARM_PAIRS + lanes * WARM_PAIRS_A_LANE if warm_pairs is None else warm_pairs
     recipe = a_recipe(lanes, packing)
     place = Position(epoch=0, window=0, places=())
     parts = [LaneGroup(recipe, beginning(recipe, [place, place]), lanes=of) for of in split_lanes(lanes, groups)]
@@ -75,7 +78,7 @@ def pairs_per_cpu_second(lanes: int, mean_tokens: int, packing: str, seconds: fl
         rows = np.empty((recipe.global_batch_size, 3, SEQUENCE), np.int32)
         step = join_blocks(chain, [g.next_step(rows[g.lanes.start * height : g.lanes.stop * height]) for g in parts])
         chain, pairs = step.chain, int(step.pairs.sum())
-        if not began and pairs > WARM_PAIRS:
+        if not began and pairs > warm:
             began, pairs_began = time.process_time(), pairs
         elif began and time.process_time() - began > seconds:
             return (pairs - pairs_began) / (time.process_time() - began)

@@ -400,6 +400,15 @@ def test_a_group_copies_its_own_ids_and_holds_nothing_that_it_was_fed(tmp_path: 
     assert 0 < held <= size * 2 // 8 * 1.2
 
 
+def test_a_chunk_of_few_standings_gives_the_same_steps(golden_cases: dict[str, GoldenCase], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("best_fit_pad", "epochs_continue", "rare_source"):
+        runs, steps = Runs(load_recipe(golden_cases[name].recipe)), len(golden_cases[name].steps)
+        expected = [(b.chain, to_bytes(b.state, runs.identity)) for b in runs.batches(None, steps)]
+        with monkeypatch.context() as patched:
+            patched.setattr("zephon_ray.lanes._MOST_STANDINGS", 1)
+            assert [(b.chain, to_bytes(b.state, runs.identity)) for b in runs.batches(None, steps)] == expected
+
+
 # ---- windows that cannot be used
 
 

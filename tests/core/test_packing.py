@@ -5,13 +5,14 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zephon_ray.hashing import extend_key64, key64
 from zephon_ray.plan.dealing import Dealer, SourceStart
 from zephon_ray.plan.packing import PADDING, Fills, best_fit_rows, lay_fills, lay_padding, lay_wrap
-from zephon_ray.plan.pieces import PIECE, UnitShape, cut_pieces
+from zephon_ray.plan.pieces import PIECE, UnitShape, cut_pieces, join, mixture_order, pick, stable_order
 from zephon_ray.plan.windows import Position
 
 sizes = st.lists(st.integers(1, 40), min_size=1, max_size=60)
@@ -86,6 +87,41 @@ def test_padding_fills_up_to_the_end(tails: list[int], length: int, rows: int) -
         own = segments[segments["lane"] == lane]
         assert [x for s in own for x in range(s["at"], s["at"] + s["pairs"])] == list(range(tail, rows * length))
     assert (segments["at"] // length == (segments["at"] + segments["pairs"] - 1) // length).all()
+
+
+small_or_late = st.integers(-1, 30) | st.integers(2**62, 2**62 + 30)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), small_or_late), min_size=1, max_size=30))
+def test_pieces_are_taken_lane_by_lane_by_virtual_time_and_equal_ones_as_they_come(pieces: list[tuple[int, int]]) -> None:
+    lane, time = (np.array(column, kind) for column, kind in zip(zip(*pieces, strict=True), (np.int32, np.int64), strict=True))
+    assert mixture_order(lane, time).tolist() == sorted(range(len(pieces)), key=lambda i: (*pieces[i], i))
+
+
+@given(st.lists(st.integers(0, 70_000), max_size=20), st.sampled_from([70_001, 1 << 32]))
+def test_numbers_are_sorted_whatever_they_are_bounded_by(numbers: list[int], bound: int) -> None:
+    few = [n % 7 for n in numbers]
+    for some, limit in ((numbers, bound), (few, 7)):
+        assert stable_order(np.array(some, np.int64), limit).tolist() == sorted(range(len(some)), key=lambda i: (some[i], i))
+
+
+def test_documents_with_equal_keys_stay_in_the_contracts_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of 64 bits are not seen to be equal, so here they are made so: the order is that of group, unit, document, piece."""
+    monkeypatch.setattr("zephon_ray.plan.pieces.extend_key64", lambda prefix, *_: np.zeros(len(prefix), np.uint64))
+    units = [UnitShape(window=0, epoch=0, group=g, unit=0, offsets=np.array([0, 3, 6, 30]) + 100 * g) for g in (2, 0, 1)]
+    cut = cut_pieces(units, seed=1, source=0, max_pairs=10, shuffled=True)
+    assert cut.start.tolist() == [100 * g + at for g in range(3) for at in (0, 3, 6, 16, 26)]
+
+
+@given(st.lists(st.integers(0, 2**40), min_size=1, max_size=9), st.data())
+def test_records_are_picked_and_joined_whole(starts: list[int], data: st.DataObject) -> None:
+    pieces = np.zeros(len(starts), PIECE)
+    pieces["start"], pieces["lane"] = starts, np.arange(len(starts))
+    mask = np.array(data.draw(st.lists(st.booleans(), min_size=len(starts), max_size=len(starts))), np.bool_)
+    which = np.array(data.draw(st.lists(st.integers(0, len(starts) - 1), max_size=9)), np.int64)
+    assert pick(pieces, mask).tolist() == pieces[mask].tolist()
+    assert pick(pieces, which).tolist() == pieces[which].tolist()
+    assert join((pieces, pick(pieces, mask))).tolist() == [*pieces.tolist(), *pieces[mask].tolist()]
 
 
 def dealer(lanes: int, keep: range | None = None) -> Dealer:

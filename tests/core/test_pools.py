@@ -1,0 +1,42 @@
+"""Pools: the ids that pieces lie in stay what and where they are, whatever comes and goes beside them."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zephon_ray.plan.pieces import PIECE
+from zephon_ray.pools import Pools
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.booleans(), st.integers(0, 3)), max_size=12))
+def test_pools_keep_their_ids_while_others_come_and_go(rounds: list[tuple[list[int], bool, int]]) -> None:
+    """Whole or piece by piece, in gaps or at the end, and when the line grows; and none lies in what padding is made of."""
+    pools, number = Pools(7, 5), 0
+    held, sizes = dict[int, tuple[list[int], list[int]]](), dict[int, list[int]]()
+    for lengths, own, drop in rounds:
+        ids = [np.arange(n, dtype=np.uint32) + 1000 * number for n in (sum(lengths), 3)]
+        pieces = np.zeros(len(lengths), PIECE)
+        pieces["pairs"], pieces["start"] = np.array(lengths) - 1, np.cumsum([0, *lengths[:-1]])
+        expected = pieces["start"] + 1000 * number
+        (pools.add_own if own else pools.add_all)(number, ids, pieces)
+        values = [x for first, n in zip(expected.tolist(), lengths, strict=True) for x in range(first, first + n)]
+        held[number] = pieces["start"].tolist(), values
+        gone = list(held)[:drop]
+        pools.drop(gone)
+        held = {n: pool for n, pool in held.items() if n not in gone}
+        sizes[number], number = lengths, number + 1
+        for n, (starts, kept) in held.items():
+            assert [x for at, size in zip(starts, sizes[n], strict=True) for x in pools.line[at : at + size].tolist()] == kept
+        assert set(pools.numbers) == set(held)
+        assert pools.line[:5].tolist() == [7] * 5
+
+
+def test_a_dropped_pools_room_is_used_again() -> None:
+    pools = Pools(0, 1)
+    for number in range(50):
+        pieces = np.zeros(1, PIECE)
+        pools.add_all(number, [np.ones(1000, np.uint32)], pieces)
+        pools.drop([number])
+    assert len(pools.line) < 5000
