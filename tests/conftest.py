@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -33,6 +34,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.hookimpl(tryfirst=True)  # before xdist looks at groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     group(items)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays, so the collector need not look at it: tests of what a process holds collect hundreds of times."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from typing import Any
 
@@ -37,6 +38,9 @@ _CONTEXT = threading.Lock()
 """Ray Data's context is one for the process: whoever sets it to make a dataset holds this."""
 
 _TOKENISERS: dict[str, Tokeniser] = {}
+
+LEND_AFTER_S = 2.0
+"""Seconds without credit after which a worker's CPU is anyone's."""
 
 Given = tuple[Any, Effort]
 """A unit, or what stands for one, or a `FailedUnit`; and what it took."""
@@ -88,9 +92,21 @@ def _reader(job: ray.ObjectRef[Job], mailbox: Any, wave: int, task: int, tasks: 
         if tokeniser is None:
             _TOKENISERS.clear()
             tokeniser = _TOKENISERS[job.hex()] = open_tokeniser(made.options)
-        yield from made_blocks(made, tokeniser, task, tasks, lambda number: ray.get(mailbox.entry.remote(wave, task, number)))
+        yield from made_blocks(made, tokeniser, task, tasks, lambda number: _entry(mailbox.entry.remote(wave, task, number)))
 
     return read
+
+
+def _entry(asked: Any) -> Entry | None:
+    """Wait for it. Who waits in `ray.get` lends its CPU to whatever the cluster has waiting, which is right where credit is long in coming.
+
+    Where it comes at once, what tells an autoscaler that workers are wanted would find room in every such moment (`ray_demand`).
+    """
+    try:
+        entry: Entry | None = asked.future().result(LEND_AFTER_S)
+    except FutureTimeoutError:
+        entry = ray.get(asked)
+    return entry
 
 
 class Wave:
@@ -135,7 +151,8 @@ class Wave:
         self.text_bytes = self.skipped_bytes = self.started = 0
         self._asked: Any = None
         self.number, self._mailbox = number, mailbox
-        self._job, self._workers, self._read, self._deliver, self._over = job, workers, read, deliver, over
+        self._workers, self._read, self._deliver, self._over = workers, read, deliver, over
+        self._job: Any = job
         self._executor: Any = None
         self._thread = threading.Thread(target=self._pump, name=f"zephon-ray-wave-{number}", daemon=True)
 
@@ -199,7 +216,7 @@ class Wave:
         finally:
             if self.given_up or self.error is not None:  # what failed may be the reading of a block, and the execution goes on
                 self._end_execution(force=True)
-            self._executor = None  # it holds blocks that were not taken
+            self._executor = self._job = None  # it holds blocks that were not taken
             self.ended = True
             self._over()
             self._mailbox.forget.remote(self.number)

@@ -15,8 +15,8 @@ import ray
 from zephon_ray.recipe import WorkersSpec
 
 NAME = "RoomForZephonUnits"
-AGAIN_S = 5.0
-"""Seconds after which what found room, and so is over, is asked for again: until then the runner has found that room itself."""
+AGAIN_S = 1.0
+"""Seconds after which what found room, and so is over, is asked for again: a worker that waits for credit lends its CPU meanwhile."""
 
 
 class Demand:

@@ -79,7 +79,7 @@ class _Core:
         self._error: Exception | None = None
         self._closed = False
         self._pid = os.getpid()
-        self._job_ref = ray.put(job)
+        self._job_ref: Any = ray.put(job)
         self._mailboxes = [self._new_mailbox()]
         self._supervisor = threading.Thread(target=self._supervise, name="zephon-ray-supervisor", daemon=True)
 
@@ -321,7 +321,9 @@ class _Core:
 
     def _ask_for_room(self, now: float) -> None:
         """Where the taker waits though all room is in use, let a cluster that scales by itself know how much more would be used."""
-        if self._load.hungry and self._delivers():  # while a stream starts, everyone waits
+        wave = self._current
+        # While a stream starts, everyone waits; and room that is meant for tasks of ours would be found by those that only ask for room.
+        if self._load.hungry and self._delivers() and wave is not None and wave.started == wave.tasks:
             self._hungry_until = now + DEMAND_S
         wanted = 0
         if now < self._hungry_until:
@@ -394,6 +396,7 @@ class _Core:
                 wave.join(CLOSE_S)
         for mailbox in self._mailboxes:
             ray.kill(mailbox)
+        self._job_ref = None  # we are in a cycle, which would keep it until some later collection
         self._cluster.leave()
         if ray.is_initialized():  # others use it: what Ray Data has of ours, it has in cycles, with blocks that were not taken
             gc.collect()
