@@ -104,8 +104,9 @@ from zephon_ray.loader import Loader
 
 recipe, address, out = sys.argv[1:]
 with Loader(recipe, runner="ray", workers=1, address=address) as loader:
+    found = {"chain": [next(loader).chain.hex() for _ in range(8)][-1]}
     here = ray.get_runtime_context()
-    found = {"chain": [next(loader).chain.hex() for _ in range(8)][-1], "address": here.gcs_address, "job": here.get_job_id()}
+    found |= {"address": here.gcs_address, "job": here.get_job_id()}
     with Loader(recipe, runner="ray", workers=1, address=address.replace("127.0.0.1", "localhost")) as second:
         next(second)
 found["left"] = ray.is_initialized()
