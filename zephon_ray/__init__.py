@@ -1,4 +1,4 @@
-"""The public names, nothing else: LLM training data made while the model trains.
+"""The public names, and nearly nothing else: LLM training data made while the model trains.
 
 Names are imported when they are first used, so `import zephon_ray` costs nothing and imports neither ray nor torch.
 """
@@ -6,6 +6,7 @@ Names are imported when they are first used, so `import zephon_ray` costs nothin
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
     from zephon_ray.feed.client import connect
     from zephon_ray.loader import Loader
     from zephon_ray.recipe import Recipe, load_recipe
+
+# Arrow's allocator gives memory back to the system 10 ms after it was freed, and a unit later asks for as much: reading then spends a
+# third of its time on pages that are cleared anew. It looks at this once, when pyarrow is imported. Milliseconds.
+os.environ.setdefault("MIMALLOC_PURGE_DELAY", "1000")
 
 __version__ = "0.1.0"
 

@@ -95,6 +95,13 @@ def test_importing_the_package_loads_none_of_its_dependencies() -> None:
     assert "zephon_ray" in loaded
 
 
+@pytest.mark.parametrize(("given", "kept"), [(None, "1000"), ("5", "5")])
+def test_arrows_allocator_keeps_freed_pages_unless_the_user_says_how_long(given: str | None, kept: str) -> None:
+    given_or_none = f"os.environ['MIMALLOC_PURGE_DELAY'] = {given!r}" if given else "os.environ.pop('MIMALLOC_PURGE_DELAY', None)"
+    done = _python(f"import os; {given_or_none}; import zephon_ray; print(os.environ['MIMALLOC_PURGE_DELAY'])")
+    assert done.stdout.strip() == kept, done.stderr
+
+
 def test_the_public_names_are_these() -> None:
     assert sorted(zephon_ray.__all__) == sorted(PUBLIC)
     assert dir(zephon_ray) == sorted(PUBLIC)
