@@ -42,6 +42,8 @@ AT = 10
 """Something happens after this step, or one soon after it."""
 STORE_BYTES = 80 << 20
 PIN_BYTES = 256 << 10
+FILL_S = 15.0
+"""Over which the steps after `AT` are spread, so that the store of a rank's node is full before it has its last one."""
 GIVE_UP_S = 300.0
 NO_DISK = {"local_fs_capacity_threshold": 0.0001}
 """Ray takes its disk for full, so it neither spills nor falls back on it."""
@@ -207,7 +209,7 @@ def rank_store_full(folder: Path, pick: random.Random) -> dict[str, Any]:
     try:
         nodes.add(2)
         recipe, expected = a_recipe(folder)
-        with fed(recipe, folder) as status, a_job() as job:
+        with fed(recipe, folder) as status, a_job(pace_s=FILL_S / (STEPS - AT)) as job:
             eventually(lambda: job.step >= AT + pick.randrange(5), GIVE_UP_S)
             return _pinned_under(job, status, expected)
     finally:

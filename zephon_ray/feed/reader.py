@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, ObjectStoreFullError, OutOfDiskError, RayError
 
 from zephon_ray.batches import Batch
 from zephon_ray.errors import FeedError, RunnerError
 from zephon_ray.feed.generations import UnknownSessionError
 from zephon_ray.feed.link import AwayError, Link
 from zephon_ray.feed.protocol import POLL_S, StepReply, TakeReply, TakeRequest
+from zephon_ray.runners.ray_cluster import one_line
 from zephon_ray.state import Identity, StreamState, to_bytes
 
 FETCH_S = 60.0
@@ -51,15 +52,19 @@ class _LostError(Exception):
     """A step's rows could not be fetched. To ask for them again may help, `tries` times one after the other."""
 
     def __init__(self, step: int, ref: str, error: RayError) -> None:
-        late = isinstance(error, GetTimeoutError)
-        super().__init__(f"rows of step {step} did not come within {FETCH_S:.0f} s" if late else f"rows of step {step} are gone: {error}")
+        late, full = isinstance(error, GetTimeoutError), isinstance(error, (ObjectStoreFullError, OutOfDiskError))
+        if late:
+            said = f"did not come within {FETCH_S:.0f} s"
+            self.mend = (
+                "Look whether the object store here is full (`ray memory`), and whether the nodes that hold the rows can be reached"
+            )
+        elif full:
+            said, self.mend = f"find no room: {one_line(error)}", "Make room on the node of this rank, and start the ranks again"
+        else:
+            said, self.mend = f"are gone: {one_line(error)}", "Look whether nodes of the cluster die"
+        super().__init__(f"rows of step {step} {said}")
         self.lost = step, ref
         self.tries = _LATE_TRIES if late else _LOST_TRIES
-        self.mend = (
-            "Look whether the object store of this node is full (`ray memory`), and whether the nodes that hold the rows can be reached"
-            if late
-            else "Look whether nodes of the cluster die"
-        )
 
 
 class Reader:
@@ -134,7 +139,7 @@ class Reader:
                 except _LostError as error:
                     lost, losses = error.lost, losses + 1
                     if losses > error.tries:
-                        raise FeedError(f"{error}, {losses} times one after the other. {error.mend}") from error
+                        raise FeedError(f"{error} ({losses} times one after the other). {error.mend}") from error
                     break
                 losses = 0
             ended = reply.ended and not lost
