@@ -55,9 +55,7 @@ class _LostError(Exception):
         late, full = isinstance(error, GetTimeoutError), isinstance(error, (ObjectStoreFullError, OutOfDiskError))
         if late:
             said = f"did not come within {FETCH_S:.0f} s"
-            self.mend = (
-                "Look whether the object store here is full (`ray memory`), and whether the nodes that hold the rows can be reached"
-            )
+            self.mend = "Look whether the object store here is full (`ray memory`), and whether the nodes that hold the rows can be reached"
         elif full:
             said, self.mend = f"find no room: {one_line(error)}", "Make room on the node of this rank, and start the ranks again"
         else:
