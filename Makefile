@@ -25,10 +25,10 @@ demo: $(VENV)/.installed
 	$(BIN)/zephon-ray demo
 
 test: $(VENV)/.installed-dev
-	$(PYTEST) --numprocesses 3 --dist loadgroup tests
+	$(PYTEST) --numprocesses 2 --dist loadgroup tests
 
 test-all: $(VENV)/.installed-dev
-	$(PYTEST) --numprocesses 3 --dist loadgroup --timeout 3600 -m 'not bench' tests
+	$(PYTEST) --numprocesses 2 --dist loadgroup --timeout 3600 -m 'not bench' tests
 
 bench: $(VENV)/.installed-dev
 	$(PYTEST) --capture no --timeout 3600 -m bench tests

@@ -82,7 +82,7 @@ def test_rows_that_do_not_come_are_an_error_that_names_the_store_after_three_tri
     monkeypatch.setattr(reader_module.ray, "get", get)
     link = Feeding(step)
     reader = Reader(link, identity, state, (0, 4), 1)  # type: ignore[arg-type]
-    with pytest.raises(FeedError, match=r"rows of step 1 did not come within 60 s, 3 times .* store of this node is full"):
+    with pytest.raises(FeedError, match=r"rows of step 1 did not come within 60 s \(3 times .* object store here is full"):
         reader.take()
     reader.close()
     assert list(link.lost) == [None, (1, "ab"), (1, "ab")]
