@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from zephon_ray.recipe import Recipe, load_recipe
 
 # Arrow's allocator gives memory back to the system 10 ms after it was freed, and a unit later asks for as much: reading then spends a
-# third of its time on pages that are cleared anew. It looks at this once, when pyarrow is imported. Milliseconds.
+# fifth of its time, and more, on pages that are cleared anew. It looks at this once, when pyarrow is imported. Milliseconds.
 os.environ.setdefault("MIMALLOC_PURGE_DELAY", "1000")
 
 __version__ = "0.1.0"

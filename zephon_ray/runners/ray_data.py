@@ -15,7 +15,6 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from typing import Any
 
@@ -104,7 +103,7 @@ def _entry(asked: Any) -> Entry | None:
     """
     try:
         entry: Entry | None = asked.future().result(LEND_AFTER_S)
-    except FutureTimeoutError:
+    except TimeoutError:
         entry = ray.get(asked)
     return entry
 

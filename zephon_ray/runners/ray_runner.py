@@ -236,6 +236,8 @@ class _Core:
 
     def _look_after(self, now: float) -> None:
         with self._lock:
+            if self._closed:  # meanwhile: `close` waits for us only so long
+                return
             self._waves = [w for w in self._waves if not (w.ended and w.cut)]
             self._load.tick(now, working=self._waiting)
             broken = next((w for w in self._waves if w.ended), None)
@@ -323,7 +325,7 @@ class _Core:
         """Where the taker waits though all room is in use, let a cluster that scales by itself know how much more would be used."""
         wave = self._current
         # While a stream starts, everyone waits; and room that is meant for tasks of ours would be found by those that only ask for room.
-        if self._load.hungry and self._delivers() and wave is not None and wave.started == wave.tasks:
+        if self._load.hungry and wave is not None and wave.delivered and wave.started == wave.tasks:
             self._hungry_until = now + DEMAND_S
         wanted = 0
         if now < self._hungry_until:
