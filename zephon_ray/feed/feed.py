@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
 from zephon_ray.errors import RefusedError
 from zephon_ray.feed.generations import UnknownSessionError
@@ -36,6 +35,7 @@ from zephon_ray.feed.protocol import (
 )
 from zephon_ray.feed.streams import FeedStream, StreamOptions
 from zephon_ray.recipe import Recipe
+from zephon_ray.runners.ray_cluster import NO_ROOM
 from zephon_ray.state import StreamState
 from zephon_ray.telemetry import quieten
 
@@ -279,7 +279,7 @@ class RayStates:
             return state
         try:
             return ray.put(state)
-        except (ObjectStoreFullError, OutOfDiskError):
+        except NO_ROOM:
             return state
 
     def get(self, kept: Any) -> StreamState:

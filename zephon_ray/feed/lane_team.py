@@ -20,7 +20,7 @@ from zephon_ray.feed.lane_worker import Answer, Event, LaneWorker
 from zephon_ray.feed.units import Described, Place
 from zephon_ray.lane_blocks import LaneBlock
 from zephon_ray.recipe import Recipe
-from zephon_ray.runners.ray_cluster import Cluster, one_line
+from zephon_ray.runners.ray_cluster import NO_ROOM, Cluster, one_line
 from zephon_ray.state import StreamState
 
 _UNITS = "units"
@@ -251,7 +251,7 @@ def _raised_there(error: BaseException | None) -> BaseException | None:
 
 def _fault(error: ray.exceptions.RayTaskError) -> ZephonError:
     cause = error.cause
-    if isinstance(cause, (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError)):
+    if isinstance(cause, NO_ROOM):
         return WorkerLost(f"a lane worker could not write its rows: {one_line(cause)}")
     if isinstance(cause, ray.exceptions.RayError):
         return WorkerLost(f"blocks of units that a lane worker was to read are gone ({one_line(cause)})")

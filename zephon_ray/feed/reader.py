@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import ray
-from ray.exceptions import GetTimeoutError, ObjectStoreFullError, OutOfDiskError, RayError
+from ray.exceptions import GetTimeoutError, RayError
 
 from zephon_ray.batches import Batch
 from zephon_ray.errors import FeedError, RunnerError
 from zephon_ray.feed.generations import UnknownSessionError
 from zephon_ray.feed.link import AwayError, Link
 from zephon_ray.feed.protocol import POLL_S, StepReply, TakeReply, TakeRequest
-from zephon_ray.runners.ray_cluster import one_line
+from zephon_ray.runners.ray_cluster import NO_ROOM, one_line
 from zephon_ray.state import Identity, StreamState, to_bytes
 
 FETCH_S = 60.0
@@ -52,7 +52,7 @@ class _LostError(Exception):
     """A step's rows could not be fetched. To ask for them again may help, `tries` times one after the other."""
 
     def __init__(self, step: int, ref: str, error: RayError) -> None:
-        late, full = isinstance(error, GetTimeoutError), isinstance(error, (ObjectStoreFullError, OutOfDiskError))
+        late, full = isinstance(error, GetTimeoutError), isinstance(error, NO_ROOM)
         if late:
             said = f"did not come within {FETCH_S:.0f} s"
             self.mend = "Look whether the object store here is full (`ray memory`), and whether the nodes that hold the rows can be reached"

@@ -310,6 +310,9 @@ def _hide_raylets_lines() -> None:
         lines.skip_re = re.compile("")
 
 
+NO_ROOM = (ObjectStoreFullError, OutOfDiskError)
+"""What Ray raises where a node's object store is full; the latter where it cannot spill either."""
+
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
