@@ -6,6 +6,7 @@ It joins and leaves quietly: no message of Ray's, no signal handler replaced, no
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 import re
@@ -29,6 +30,7 @@ from zephon_ray.recipe import WorkersSpec
 
 CONNECT_S = 5.0
 _SLOTS_S = 1.0
+_LEAN = {"no_monitor": True, "include_log_monitor": False}
 
 
 class _Membership:
@@ -146,7 +148,7 @@ def join(address: str | None) -> Cluster:
 def _start() -> None:
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        with _apart():
+        with _apart_and_lean():
             ray.init(address="local", num_cpus=max(1, cpus), include_dashboard=False, **_SILENT)
     except Exception as error:
         raise RunnerError(
@@ -156,22 +158,33 @@ def _start() -> None:
 
 
 @contextmanager
-def _apart() -> Iterator[None]:
-    """Ray's processes get process groups of their own, so that a signal to ours, as schedulers send it, lets us end them in order.
+def _apart_and_lean() -> Iterator[None]:
+    """How Ray starts a cluster of ours, as far as its private parts are what we know them as. There is no public way.
 
-    In our group they would end first, and Ray ends a process whose cluster is gone, with exit code 1. There is no public way. They die
-    with this process all the same, where Linux sees to it; elsewhere Ray needs them in our group for that.
+    *Apart*: its processes get process groups of their own, so that a signal to ours, as schedulers send it, lets us end them in order. In
+    our group they would end first, and Ray ends a process whose cluster is gone, with exit code 1. They die with this process all the
+    same, where Linux sees to it; elsewhere Ray needs them in our group for that.
+
+    *Lean*: without autoscaler, log monitor and API server, which nobody asks anything in a cluster of one process on one machine: three of
+    nine processes, 3 of 7 CPU seconds, and 2 of 5.5 seconds on two cores (measured with Ray 2.60).
     """
-    services: Any = ray._private.services
-    started = getattr(services, "ConsolePopen", None)
-    if started is None or sys.platform != "linux":
-        yield
-        return
-    services.ConsolePopen = functools.partial(started, process_group=0)
+    private: Any = ray._private
+    changes: list[tuple[Any, str, Any]] = []
+    if sys.platform == "linux" and (popen := getattr(private.services, "ConsolePopen", None)):
+        changes.append((private.services, "ConsolePopen", functools.partial(popen, process_group=0)))
+    parameters = getattr(private.parameter, "RayParams", None)
+    if parameters and _LEAN.keys() <= inspect.signature(parameters).parameters.keys():
+        changes.append((private.parameter, "RayParams", functools.partial(parameters, **_LEAN)))
+    if hasattr(private.node.Node, "start_api_server"):
+        changes.append((private.node.Node, "start_api_server", lambda *_args, **_kwargs: None))
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
     try:
+        for owner, name, value in changes:
+            setattr(owner, name, value)
         yield
     finally:
-        services.ConsolePopen = started
+        for owner, name, value in before:
+            setattr(owner, name, value)
 
 
 def _join(address: str) -> None:
