@@ -95,12 +95,11 @@ def test_importing_the_package_loads_none_of_its_dependencies() -> None:
     assert "zephon_ray" in loaded
 
 
-@pytest.mark.parametrize(("given", "taken"), [(None, "system"), ("mimalloc", "mimalloc")])
-def test_arrow_takes_the_systems_allocator_unless_the_user_names_another(given: str | None, taken: str) -> None:
-    given_or_none = f"os.environ['ARROW_DEFAULT_MEMORY_POOL'] = {given!r}" if given else "os.environ.pop('ARROW_DEFAULT_MEMORY_POOL', None)"
-    code = f"import os; {given_or_none}; import zephon_ray, pyarrow; print(pyarrow.default_memory_pool().backend_name)"
-    done = _python(code)
-    assert done.stdout.strip() == taken, done.stderr
+@pytest.mark.parametrize(("given", "kept"), [(None, "1000"), ("5", "5")])
+def test_arrows_allocator_keeps_freed_pages_unless_the_user_says_how_long(given: str | None, kept: str) -> None:
+    given_or_none = f"os.environ['MIMALLOC_PURGE_DELAY'] = {given!r}" if given else "os.environ.pop('MIMALLOC_PURGE_DELAY', None)"
+    done = _python(f"import os; {given_or_none}; import zephon_ray; print(os.environ['MIMALLOC_PURGE_DELAY'])")
+    assert done.stdout.strip() == kept, done.stderr
 
 
 def test_the_public_names_are_these() -> None:
