@@ -5,7 +5,9 @@ PYTHON = $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; d
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
+PIP = $(BIN)/python -m pip --quiet --disable-pip-version-check
+# What is never imported need not be compiled, and the rest is compiled when it is.
+INSTALL = $(PIP) install --no-compile --constraint constraints.txt --editable
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
@@ -63,4 +65,5 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/.made
 $(VENV)/.made:
 	@test -n '$(PYTHON)' || { echo 'zephon-ray needs Python 3.11 or newer: install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python'; exit 2; }
 	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --upgrade pip  # one that came with Python may take twice as long to choose among releases
 	touch $@

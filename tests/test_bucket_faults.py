@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.buckets import RUNNERS, a_corpus, stored
+from tests.buckets import a_corpus, stored
 from tests.fault_proxy import SLOW_DOWN, Asked, Cut, Fault, FaultProxy, Hang, Refuse
 from tests.s3_server import KEY, NEW_KEY, NEW_SECRET, SECRET, Bucket
 from zephon_ray.errors import SourceError, StorageError
@@ -45,7 +45,9 @@ def behind(proxy: FaultProxy, bucket: Bucket, scheme: str = "s3", **storage: Any
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(("scheme", "runner"), [*(("s3", runner) for runner in RUNNERS), ("s3a", "threads")])
+@pytest.mark.parametrize(
+    ("scheme", "runner"), [("s3", "inline"), pytest.param("s3", "threads", marks=pytest.mark.long), ("s3a", "threads")]
+)
 def test_bursts_of_refusals_and_cut_connections_leave_no_trace(
     bucket: Bucket, proxy: FaultProxy, runner: str, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,7 +162,13 @@ def write_credentials(key: str, secret: str) -> None:
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     ("scheme", "place", "bare"),
-    [("s3", "file", False), ("s3", "file", True), ("s3", "environment", False), ("s3a", "file", False), ("s3a", "environment", True)],
+    [
+        ("s3", "file", False),
+        ("s3", "file", True),
+        ("s3", "environment", False),
+        ("s3a", "environment", True),
+        pytest.param("s3a", "file", False, marks=pytest.mark.long),
+    ],
 )
 def test_credentials_that_run_out_are_asked_for_again(
     bucket: Bucket, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, place: str, bare: bool, scheme: str
@@ -192,7 +200,7 @@ def test_credentials_that_run_out_are_asked_for_again(
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("scheme", ["s3", "s3a"])
+@pytest.mark.parametrize("scheme", ["s3", pytest.param("s3a", marks=pytest.mark.long)])
 def test_credentials_that_run_out_for_good_end_in_one_clear_message(
     bucket: Bucket, proxy: FaultProxy, caplog: pytest.LogCaptureFixture, scheme: str
 ) -> None:

@@ -418,7 +418,10 @@ def _wait_for_lines(path: Path, process: subprocess.Popen[bytes], lines: int) ->
 @pytest.mark.parametrize(
     ("sent", "code", "runner"),
     [
-        *((sent, code, runner) for runner in ("threads", "processes") for sent, code in ((signal.SIGTERM, 0), (signal.SIGINT, 130))),
+        (signal.SIGTERM, 0, "threads"),
+        (signal.SIGINT, 130, "processes"),
+        pytest.param(signal.SIGINT, 130, "threads", marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, 0, "processes", marks=pytest.mark.long),
         pytest.param(signal.SIGTERM, 0, "ray", marks=pytest.mark.xdist_group("ray")),
     ],
 )

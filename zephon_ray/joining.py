@@ -16,9 +16,10 @@ from zephon_ray.batches import GlobalStep, fold
 from zephon_ray.errors import RunnerError
 from zephon_ray.lane_blocks import LaneBlock, LanesState
 from zephon_ray.ledger.line import LeftOutCounts, WindowUse
-from zephon_ray.plan.dealing import SourceStart
 from zephon_ray.plan.pieces import I64
 from zephon_ray.plan.windows import Position
+
+_OF_LANES = ("windows", "indices", "counts", "open_source", "open_used")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +34,6 @@ class JoinedStep:
         padding: pairs that are padding.
         pairs: int64 [sources], pairs of all pieces begun since the run began.
         used_before, used: int64 [sources], newest window in use before and after the step, as in `LaneBlock`.
-        oldest: int64 [sources], ordinals of the windows at which the state begins.
         lanes: where all lanes stand after the step.
     """
 
@@ -45,7 +45,6 @@ class JoinedStep:
     pairs: I64
     used_before: I64
     used: I64
-    oldest: I64
     lanes: LanesState
 
 
@@ -69,7 +68,7 @@ def join_blocks(previous_chain: bytes, blocks: Sequence[LaneBlock]) -> JoinedSte
     row_digests = tuple(end_to_end.from_iterable(b.row_digests for b in blocks))
     digest, chain = fold(step, previous_chain, row_digests)
     # A group in which some lane stands in the oldest window of all knows its start, and what was dealt before it.
-    oldest = [min(of_source, key=_ordinal) for of_source in zip(*[b.oldest for b in blocks], strict=True)]
+    oldest = tuple(min(of_source, key=_ordinal) for of_source in zip(*[b.oldest for b in blocks], strict=True))
     return JoinedStep(
         step=step,
         row_digests=row_digests,
@@ -79,12 +78,7 @@ def join_blocks(previous_chain: bytes, blocks: Sequence[LaneBlock]) -> JoinedSte
         pairs=reduce(np.add, [b.pairs for b in blocks]),
         used_before=reduce(np.maximum, [b.used_before for b in blocks]),
         used=reduce(np.maximum, [b.used for b in blocks]),
-        oldest=np.array([ordinal for ordinal, _, _ in oldest], np.int64),
-        lanes=LanesState(
-            sources=_starts(blocks, oldest),
-            open_source=_lane_by_lane([b.open_source for b in blocks]),
-            open_used=_lane_by_lane([b.open_used for b in blocks]),
-        ),
+        lanes=LanesState(oldest=oldest, **{name: _lane_by_lane([getattr(b, name) for b in blocks]) for name in _OF_LANES}),
     )
 
 
@@ -119,14 +113,6 @@ def _check(blocks: Sequence[LaneBlock]) -> None:
 
 def _ordinal(oldest: tuple[int, Position, I64]) -> int:
     return oldest[0]
-
-
-def _starts(blocks: Sequence[LaneBlock], oldest: Sequence[tuple[int, Position, I64]]) -> tuple[SourceStart, ...]:
-    windows, indices, counts = (_lane_by_lane([getattr(b, name) for b in blocks]) for name in ("windows", "indices", "counts"))
-    return tuple(
-        SourceStart(position=position, dealt=dealt, windows=windows[s] - ordinal, indices=indices[s], counts=counts[s])
-        for s, (ordinal, position, dealt) in enumerate(oldest)
-    )
 
 
 def _lane_by_lane(arrays: Sequence[I64]) -> I64:

@@ -20,15 +20,41 @@ from zephon_ray.recipe import Recipe
 class LanesState:
     """Where all lanes stand between two steps: the contract's "State" without its envelope.
 
+    Kept as steps give it, windows as ordinals; what it says of each source is put together when asked for, which few steps' are.
+
     Args:
-        sources: one a source.
+        oldest: of each source, as in `LaneBlock`.
+        windows, indices, counts: int64 [sources, lanes], as in `LaneBlock`.
         open_source: int64 [lanes]; `wrap`: the source of the piece partly used, -1 where there is none.
         open_used: int64 [lanes]; `wrap`: how many of its pairs are used; `best_fit`: rows given of the open fill.
     """
 
-    sources: tuple[SourceStart, ...]
+    oldest: tuple[tuple[int, Position, I64], ...]
+    windows: I64
+    indices: I64
+    counts: I64
     open_source: I64
     open_used: I64
+
+    @classmethod
+    def of(cls, sources: Sequence[SourceStart], *, open_source: I64, open_used: I64) -> LanesState:
+        """From what a state says of each source."""
+        return cls(
+            oldest=tuple((0, source.position, source.dealt) for source in sources),
+            windows=np.stack([source.windows for source in sources]),
+            indices=np.stack([source.indices for source in sources]),
+            counts=np.stack([source.counts for source in sources]),
+            open_source=open_source,
+            open_used=open_used,
+        )
+
+    @property
+    def sources(self) -> tuple[SourceStart, ...]:
+        """What the state says of each source."""
+        return tuple(
+            SourceStart(position=position, dealt=dealt, windows=self.windows[s] - ordinal, indices=self.indices[s], counts=self.counts[s])
+            for s, (ordinal, position, dealt) in enumerate(self.oldest)
+        )
 
 
 def beginning(recipe: Recipe, positions: Sequence[Position]) -> LanesState:
@@ -44,7 +70,7 @@ def beginning(recipe: Recipe, positions: Sequence[Position]) -> LanesState:
         )
         for s, position in enumerate(positions)
     )
-    return LanesState(sources=sources, open_source=zeros - 1, open_used=zeros)
+    return LanesState.of(sources, open_source=zeros - 1, open_used=zeros)
 
 
 def split_lanes(lanes: int, groups: int) -> list[range]:

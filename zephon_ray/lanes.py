@@ -7,7 +7,7 @@ so the number of groups cannot change a byte. `docs/decisions/0005-lane-groups.m
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from zephon_ray.lane_blocks import LaneBlock, LanesState
 from zephon_ray.plan.dealing import Dealer, phases
 from zephon_ray.plan.packing import SEGMENT, Fills, Laid, Segments, lay_fills, lay_padding, lay_wrap
 from zephon_ray.plan.pieces import I64, PIECE, Pieces, UnitShape, cut_pieces, join, mixture_order, pick
+from zephon_ray.plan.windows import Position
 from zephon_ray.pools import I32, Pools
 from zephon_ray.recipe import Recipe
 from zephon_ray.stages.unit import TokenisedUnit
@@ -77,6 +78,8 @@ class LaneGroup:
         self._begun_pairs = np.array([(src.counts - f)[mine].sum() for src, f in zip(start.sources, first, strict=True)], np.int64)
         self._stale = True
         self._chunk: Chunk | None = None
+        self._oldest_ordinals: list[int] = []
+        self._oldest: tuple[tuple[int, Position, I64], ...] = ()
 
     # ---- input
 
@@ -265,10 +268,9 @@ class LaneGroup:
 
     def _block(self, step: StepRows, over: bool) -> LaneBlock:
         """What is to be said of a step; steps in order, since windows older than all lanes' are forgotten."""
-        oldest = []
-        for dealer, ordinal, first in zip(self._dealers, step.oldest, self._ordinals.tolist(), strict=True):
-            dealer.forget(ordinal)
-            oldest.append((first + ordinal, *dealer.start_of(ordinal)))
+        if step.oldest != self._oldest_ordinals:
+            self._oldest_ordinals = step.oldest
+            self._oldest = tuple(self._starts(step.oldest))
         return LaneBlock(
             step=self._step,
             first_lane=self.lanes.start,
@@ -280,11 +282,17 @@ class LaneGroup:
             counts=step.counts,
             open_source=step.open_source,
             open_used=step.open_used,
-            oldest=tuple(oldest),
+            oldest=self._oldest,
             pairs=step.pairs,
             used_before=step.used_before,
             used=step.used,
         )
+
+    def _starts(self, ordinals: Sequence[int]) -> Iterator[tuple[int, Position, I64]]:
+        """What `LaneBlock.oldest` says of windows, one of each source; those before them are never asked for again."""
+        for dealer, ordinal, first in zip(self._dealers, ordinals, self._ordinals.tolist(), strict=True):
+            dealer.forget(ordinal)
+            yield first + ordinal, *dealer.start_of(ordinal)
 
     def _padding(self, end: int) -> Segments:
         """What lanes that have ended give up to `end`."""

@@ -121,8 +121,8 @@ def from_bytes(data: bytes, identity: Identity) -> StreamState:
     state = StreamState(
         step=step,
         chain=chain,
-        lanes=LanesState(
-            sources=tuple(_source_from({name: c[i] for name, c in columns.items()}, i, identity) for i in range(sources)),
+        lanes=LanesState.of(
+            [_source_from({name: c[i] for name, c in columns.items()}, i, identity) for i in range(sources)],
             open_source=_numbers(body.get("open_source"), "open_source", lanes, least=-1, limit=sources),
             open_used=_numbers(body.get("open_used"), "open_used", lanes, limit=_most_open(identity)),
         ),

@@ -72,8 +72,10 @@ class Supplies(Generic[U]):
             SourceSupply[U](job.recipe, m, p, memory, _of_source(recorded or {}, m.source))
             for m, p in zip(job.manifests, positions, strict=True)
         ]
-        for supply, source in zip(self._of, lanes.sources, strict=True):
-            supply.skip_used(int((source.windows - (source.indices == 0)).max()))
+        starts = [int((source.windows - (source.indices == 0)).max()) for source in lanes.sources]
+        for supply, newest in zip(self._of, starts, strict=True):
+            supply.skip_used(newest)
+        self._used = np.array(starts, np.int64)
         giver.start(job, positions)
         if giver.reads_ahead:
             for supply in self._of:
@@ -123,13 +125,16 @@ class Supplies(Generic[U]):
     def first_used(self, step: JoinedStep) -> tuple[Mapping[int, tuple[WindowUse, ...]], Mapping[int, LeftOutCounts]]:
         """By source, the windows that a step is the first to use, and what was left out of them; steps in order."""
         windows, left_out = {}, {}
-        for supply, before, after in zip(self._of, step.used_before.tolist(), step.used.tolist(), strict=True):
-            supply.skip_used(before)
-            used, counts = supply.use(after)
+        moved = np.flatnonzero(np.maximum(step.used_before, step.used) > self._used)
+        for source in moved.tolist():
+            supply = self._of[source]
+            supply.skip_used(int(step.used_before[source]))
+            used, counts = supply.use(int(step.used[source]))
             if used:
                 windows[supply.source] = used
             if any(counts):
                 left_out[supply.source] = counts
+        self._used = np.maximum(self._used, np.maximum(step.used_before, step.used))
         return windows, left_out
 
     def _allow(self, supply: SourceSupply[U]) -> None:

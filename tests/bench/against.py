@@ -41,6 +41,9 @@ def main() -> None:
     def ours(runner: str, **more: object) -> dict[str, object]:
         return dict(adapter="ours", runner=runner, pythonpath=paths, env=plans.thr(1), hard_exit=1, **more)
 
+    def with_fast_engine(peer: str, **more: object) -> dict[str, object]:
+        return dict(adapter="fast_peers", peer=peer, pythonpath=paths, env=plans.thr(1), hard_exit=1, **more)
+
     lines = [(name, known[name]) for name in args.beside.split(",")]
     lines += [
         ("ours threads hf", ours("threads", engine="hf")),
@@ -50,6 +53,9 @@ def main() -> None:
         ("ours threads jsonl.zst", ours("threads", fmt="jsonl.zst")),
         ("ours processes", ours("processes")),
         ("ours inline", ours("inline")),
+        ("ours ray", ours("ray")),
+        ("grain 2thr, fast engine", with_fast_engine("grain", procs=0, threads=2, buffer=64)),
+        ("titan 0w, fast engine", with_fast_engine("torchtitan", workers=0, streaming=True)),
     ]
     if args.only:
         lines = [line for line in lines if line[0] in args.only.split(",")]

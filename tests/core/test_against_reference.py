@@ -138,19 +138,19 @@ def ranks_of(draw: st.DrawFn, recipe: dict[str, Any]) -> tuple[int, int]:
     return ranks, draw(st.integers(0, ranks - 1))
 
 
-@settings(RANDOM, max_examples=60)
+@settings(RANDOM, max_examples=30)
 @given(corpora(), st.data())
 def test_batches_states_and_end_are_those_of_the_contract(corpus: Corpus, data: st.DataObject) -> None:
     check_run(corpus, data)
 
 
-@settings(RANDOM, max_examples=35)
+@settings(RANDOM, max_examples=20)
 @given(corpora(), st.data())
 def test_a_run_resumed_at_other_sizes_goes_on_as_if_it_had_not_stopped(corpus: Corpus, data: st.DataObject) -> None:
     check_resumed(corpus, data)
 
 
-@settings(RANDOM, max_examples=35)
+@settings(RANDOM, max_examples=20)
 @given(corpora(), st.data())
 def test_windows_are_first_used_at_the_step_that_the_contract_says(corpus: Corpus, data: st.DataObject) -> None:
     check_first_used(corpus, data)

@@ -266,7 +266,7 @@ class Orderer:
         """A worker is lost with all that it held; another begins at the state after the last step."""
         joined: JoinedStep | None = self.joined
         step, state = (joined.step, joined.lanes) if joined else (0, self._start)
-        oldest = joined.oldest.tolist() if joined else [0] * len(self._fed)
+        oldest = [ordinal for ordinal, _, _ in joined.lanes.oldest] if joined else [0] * len(self._fed)
         worker = LaneWorker(self._runs, self._groups[number], self._shelf, state, step, oldest)
         for source, first in enumerate(oldest):
             if windows := self._fed[source][first:]:

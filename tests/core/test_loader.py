@@ -191,8 +191,15 @@ def unused(recipe: Recipe, runner: str) -> None:
     Loader(recipe, runner=runner, workers=2).close()
 
 
-@pytest.mark.parametrize("runner", ["threads", "processes"])
-@pytest.mark.parametrize("way", LEAVE)
+@pytest.mark.parametrize(
+    ("way", "runner"),
+    [
+        *((way, "threads") for way in LEAVE),
+        ("by_close", "processes"),
+        ("by_exception", "processes"),
+        *(pytest.param(way, "processes", marks=pytest.mark.long) for way in LEAVE if way not in ("by_close", "by_exception")),
+    ],
+)
 def test_leaving_leaves_no_thread_and_no_process(tmp_path: Path, way: str, runner: str) -> None:
     recipe = a_recipe(tmp_path, TWO)
     threads, children = set(threading.enumerate()), psutil.Process().children()

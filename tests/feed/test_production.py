@@ -79,7 +79,7 @@ def check_whole(case: GoldenCase, lane_workers: int) -> None:
             assert production.next_step() is None
 
 
-IN_SHORT = [("best_fit_pad", 2), ("rare_source", 4)]
+IN_SHORT = [("rare_source", 4)]
 """One lane worker is what nearly all other tests of feeds have."""
 
 
@@ -308,7 +308,7 @@ def test_closing_from_another_thread_ends_actors_threads_and_the_waiting_call(tm
 # ---- data that cannot be used
 
 
-@pytest.mark.parametrize("good", [0, 40])
+@pytest.mark.parametrize("good", [pytest.param(0, marks=pytest.mark.long), 40])
 def test_a_window_that_cannot_be_used_stops_a_production_where_it_stops_a_collector(tmp_path: Path, good: int) -> None:
     runs = Runs(a_bad_corpus(tmp_path, good))
     digests, end = outcome(runs, None)
@@ -325,6 +325,7 @@ def test_a_window_that_cannot_be_used_stops_a_production_where_it_stops_a_collec
     assert (made, found) == (digests, end)
 
 
+@pytest.mark.long  # in the normal run the collector's test of it, which the same code answers
 def test_a_stream_that_ends_before_its_first_step_is_an_error(tmp_path: Path) -> None:
     job, _ = prepare(many_units(tmp_path, files=1, units=1, words=5, execution={}, lanes=4, sequence_length=1024))
     with closing(Production(job)) as production, pytest.raises(SourceError, match="ends before the first global batch"):

@@ -157,6 +157,7 @@ def test_a_feed_that_was_killed_is_said_to_be_away_and_not_to_have_ended(service
     assert said == {"feed 'first' is away: Ray starts it again where its process died. Ask later"}
 
 
+@pytest.mark.long
 def test_a_feed_that_was_told_to_stop_ends_though_who_told_it_was_killed(service: Service, order: Order) -> None:
     """As the job that serves it is, if it takes longer than Ray gives it."""
     service.start(order)

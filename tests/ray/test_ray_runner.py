@@ -80,7 +80,9 @@ def test_ray_gives_the_contracts_digests_in_every_case(golden_case: GoldenCase) 
     run_whole(golden_case, "ray")
 
 
-@pytest.mark.parametrize("name", ["compressed_edges", "rare_source", "best_fit"])
+@pytest.mark.parametrize(
+    "name", ["compressed_edges", *(pytest.param(name, marks=pytest.mark.long) for name in ("rare_source", "best_fit"))]
+)
 def test_ray_resumes_at_the_first_the_middle_and_the_last_step(name: str, golden_cases: dict[str, GoldenCase]) -> None:
     case = golden_cases[name]
     recipe = load_recipe(case.recipe)

@@ -39,7 +39,7 @@ class Setting:
         sizes: numbers of data-parallel ranks to resume on.
         chain: numbers of ranks, one after the other.
         last: the last step.
-        short: leave out what takes a Ray cluster, and let tensor parallel peers train two steps only.
+        short: leave out what takes a Ray cluster, and let all but one and two ranks resume for two steps only.
     """
 
     folder: Path
