@@ -6,8 +6,9 @@ PYTHON = $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; d
 VENV := .venv
 BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip --quiet --disable-pip-version-check
-# What is never imported need not be compiled, and the rest is compiled when it is.
 INSTALL = $(PIP) install --no-compile --constraint constraints.txt --editable
+# On all cores, where pip takes one. Some file may be of a newer Python than this.
+COMPILE = $(BIN)/python -m compileall -q -j 0 -x '/(tests?|testing)/' $(VENV)/lib || true
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
@@ -56,10 +57,12 @@ clean:
 # A stamp is newer than what it was installed from, so that an install happens once for each change.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/.made
 	$(INSTALL) .
+	$(COMPILE)
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/.made
 	$(INSTALL) '.[dev]'
+	$(COMPILE)
 	touch $@ $(VENV)/.installed
 
 $(VENV)/.made:

@@ -126,7 +126,8 @@ def _texts(f: Forecast) -> object:
 
 
 def _window(s: SourceForecast) -> tuple[str, ...]:
-    restore = f"≤ {s.restore_windows} windows"
+    decoded = f", {size(s.about_decoded_bytes)} decoded" if s.about_decoded_bytes else ""
+    restore = f"≤ {s.restore_windows} windows{decoded}"
     return (
         size(s.about_window_bytes),
         number(s.about_window_pairs),
