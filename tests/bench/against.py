@@ -48,14 +48,14 @@ def main() -> None:
     lines += [
         ("ours threads hf", ours("threads", engine="hf")),
         ("ours threads", ours("threads")),
-        ("ours threads, units of 1 MiB", ours("threads", unit_bytes=1 << 20)),
+        ("ours threads 1MiB", ours("threads", unit_bytes=1 << 20)),
         ("ours threads jsonl", ours("threads", fmt="jsonl")),
         ("ours threads jsonl.zst", ours("threads", fmt="jsonl.zst")),
         ("ours processes", ours("processes")),
         ("ours inline", ours("inline")),
-        ("ours ray", ours("ray")),
-        ("grain 2thr, fast engine", with_fast_engine("grain", procs=0, threads=2, buffer=64)),
-        ("titan 0w, fast engine", with_fast_engine("torchtitan", workers=0, streaming=True)),
+        ("ours ray", ours("ray", unit_bytes=1 << 20)),
+        ("grain 2thr fast", with_fast_engine("grain", procs=0, threads=2, buffer=64)),
+        ("titan 0w fast", with_fast_engine("torchtitan", workers=0, streaming=True)),
     ]
     if args.only:
         lines = [line for line in lines if line[0] in args.only.split(",")]

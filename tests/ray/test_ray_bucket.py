@@ -27,7 +27,7 @@ from zephon_ray.runs import produce, verify
 pytestmark = pytest.mark.timeout(120)
 
 ROOT = Path(__file__).parents[2]
-STEPS = 30
+STEPS = 12
 ANSWER_S = 60.0
 BURST = 7
 """Requests of a burst; as many are answered after it."""
