@@ -125,8 +125,8 @@ class Supplies(Generic[U]):
     def first_used(self, step: JoinedStep) -> tuple[Mapping[int, tuple[WindowUse, ...]], Mapping[int, LeftOutCounts]]:
         """By source, the windows that a step is the first to use, and what was left out of them; steps in order."""
         windows, left_out = {}, {}
-        moved = np.flatnonzero(np.maximum(step.used_before, step.used) > self._used)
-        for source in moved.tolist():
+        newest = np.maximum(step.used_before, step.used)
+        for source in np.flatnonzero(newest > self._used).tolist():
             supply = self._of[source]
             supply.skip_used(int(step.used_before[source]))
             used, counts = supply.use(int(step.used[source]))
@@ -134,7 +134,7 @@ class Supplies(Generic[U]):
                 windows[supply.source] = used
             if any(counts):
                 left_out[supply.source] = counts
-        self._used = np.maximum(self._used, np.maximum(step.used_before, step.used))
+        self._used = np.maximum(self._used, newest)
         return windows, left_out
 
     def _allow(self, supply: SourceSupply[U]) -> None:

@@ -204,3 +204,14 @@ def test_what_ray_says_when_it_refuses_us_is_one_line_with_a_way_out() -> None:
     mismatch = ray_cluster._explained(RuntimeError("Version mismatch:\n  Ray: 2.40\n  Python: 3.9"))
     assert "\n" not in mismatch
     assert f"here Ray {ray.__version__}" in mismatch
+
+
+def test_a_cluster_of_ours_is_started_without_what_nobody_asks_and_ray_is_left_as_it_was() -> None:
+    private = ray._private
+    before = private.services.ConsolePopen, private.parameter.RayParams, private.node.Node.start_api_server
+    with ray_cluster._apart_and_lean():
+        parameters = private.parameter.RayParams()
+        assert (parameters.no_monitor, parameters.include_log_monitor) == (True, False)
+        assert private.services.ConsolePopen.keywords == {"process_group": 0}
+        assert private.node.Node.start_api_server is not before[2]
+    assert (private.services.ConsolePopen, private.parameter.RayParams, private.node.Node.start_api_server) == before
