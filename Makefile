@@ -9,6 +9,8 @@ PIP = $(BIN)/python -m pip --quiet --disable-pip-version-check
 INSTALL = $(PIP) install --no-compile --constraint constraints.txt --editable
 # On all cores, where pip takes one. Some file may be of a newer Python than this.
 COMPILE = $(BIN)/python -m compileall -q -j 0 -x '/(tests?|testing)/' $(VENV)/lib || true
+# Tests start hundreds of processes, and each would compile this project again.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help

@@ -14,8 +14,8 @@ from zephon_ray.errors import BadRecordError, UserError
 from zephon_ray.manifest import SourceManifest, build_manifests
 from zephon_ray.plan.windows import SourceCursor, UnitKey
 from zephon_ray.recipe import Recipe
-from zephon_ray.runners import make_runner
 from zephon_ray.runners.base import FailedUnit, Job, Runner, RunnerStats
+from zephon_ray.runners.registry import make_runner
 from zephon_ray.stages.tokenise import make_options
 from zephon_ray.stages.unit import TokenisedUnit
 from zephon_ray.storage import Storage

@@ -15,8 +15,8 @@ from zephon_ray.errors import UserError
 from zephon_ray.ledger import Recorded
 from zephon_ray.prefetch import Prefetch
 from zephon_ray.recipe import Recipe
-from zephon_ray.runners import idle_options, make_runner
 from zephon_ray.runners.base import Job, Runner, RunnerStats
+from zephon_ray.runners.registry import idle_options, make_runner
 from zephon_ray.state import Identity, from_bytes, to_bytes
 
 _log = logging.getLogger(__name__)

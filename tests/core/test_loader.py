@@ -29,8 +29,14 @@ def digests(loader: Loader, steps: int) -> list[bytes]:
     return [next(loader).digest for _ in range(steps)]
 
 
-@pytest.mark.parametrize("runner", ["inline", "threads", "processes"])
-@pytest.mark.parametrize("ahead", [0, 1, 16])
+@pytest.mark.parametrize(
+    ("ahead", "runner"),
+    [
+        *((ahead, runner) for ahead in (0, 1, 16) for runner in ("inline", "threads")),
+        (16, "processes"),
+        *(pytest.param(ahead, "processes", marks=pytest.mark.long) for ahead in (0, 1)),
+    ],
+)
 def test_the_state_counts_what_was_taken_not_what_was_read_ahead(tmp_path: Path, runner: str, ahead: int) -> None:
     recipe = a_recipe(tmp_path, TWO)
     with Loader(recipe) as loader:
@@ -195,9 +201,8 @@ def unused(recipe: Recipe, runner: str) -> None:
     ("way", "runner"),
     [
         *((way, "threads") for way in LEAVE),
-        ("by_close", "processes"),
         ("by_exception", "processes"),
-        *(pytest.param(way, "processes", marks=pytest.mark.long) for way in LEAVE if way not in ("by_close", "by_exception")),
+        *(pytest.param(way, "processes", marks=pytest.mark.long) for way in LEAVE if way != "by_exception"),
     ],
 )
 def test_leaving_leaves_no_thread_and_no_process(tmp_path: Path, way: str, runner: str) -> None:

@@ -34,9 +34,9 @@ from tests.small import fields  # noqa: E402
 from zephon_ray.errors import RecipeError, RunnerError  # noqa: E402
 from zephon_ray.plan.windows import UnitTask  # noqa: E402
 from zephon_ray.recipe import Recipe, recipe_from_dict  # noqa: E402
-from zephon_ray.runners import RUNNERS, default_workers, make_runner  # noqa: E402
 from zephon_ray.runners.base import Job, Runner  # noqa: E402
 from zephon_ray.runners.local import InlineRunner, ProcessesRunner, ThreadsRunner  # noqa: E402
+from zephon_ray.runners.registry import RUNNERS, default_workers, make_runner  # noqa: E402
 from zephon_ray.stages.tokenise import UnitTokeniser  # noqa: E402
 from zephon_ray.stages.unit import TokenisedUnit  # noqa: E402
 
@@ -253,7 +253,7 @@ import threading
 from zephon_ray.collector import prepare
 from zephon_ray.plan.windows import SourceCursor
 from zephon_ray.recipe import load_recipe
-from zephon_ray.runners import make_runner
+from zephon_ray.runners.registry import make_runner
 
 atexit.register(lambda: print("threads left:", threading.active_count() - 1))
 recipe = load_recipe(sys.argv[1])

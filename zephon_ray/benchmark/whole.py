@@ -10,7 +10,7 @@ from typing import Any
 from zephon_ray.batches import GlobalBatch
 from zephon_ray.errors import UserError
 from zephon_ray.recipe import Recipe, load_recipe
-from zephon_ray.runners import default_workers
+from zephon_ray.runners.registry import default_workers
 from zephon_ray.stream import Stream, runner_of
 from zephon_ray.telemetry import CpuMeter
 

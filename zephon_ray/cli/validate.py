@@ -13,8 +13,8 @@ from zephon_ray.cli.render import emit, number, pairs_of, plain, progress, say, 
 from zephon_ray.errors import RecipeError, UserError
 from zephon_ray.manifest import SourceManifest, build_manifest
 from zephon_ray.recipe import Recipe, fingerprint, load_recipe
-from zephon_ray.runners import idle_options
 from zephon_ray.runners.base import Job
+from zephon_ray.runners.registry import idle_options
 from zephon_ray.stages.tokenise import Options, make_options
 from zephon_ray.storage import Storage
 from zephon_ray.survey import SourceCensus, count_all, index_of, problems_of

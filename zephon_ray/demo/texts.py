@@ -7,6 +7,7 @@ installed packages, and how much that was is told.
 from __future__ import annotations
 
 import ast
+import os
 import sysconfig
 import warnings
 from collections.abc import Iterator
@@ -90,10 +91,11 @@ def _installed() -> Path:
 
 def _files(root: Path, prefix: str = "") -> Iterator[Text]:
     """Python files below `root` in the order of their paths; those that are not UTF-8, or empty, are left out."""
-    paths = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
-    for path in paths:
-        if _PACKAGES & set(path.split("/")):
-            continue
+    paths = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _PACKAGES]
+        paths += [(Path(folder) / name).relative_to(root).as_posix() for name in names if name.endswith(".py")]
+    for path in sorted(paths):
         try:
             text = (root / path).read_bytes().decode()
         except (OSError, UnicodeDecodeError):  # tests of encodings are broken on purpose

@@ -1,17 +1,18 @@
-"""The mailbox: what the workers of waves may make next. It is the body of an actor; nothing here imports ray."""
+"""The mailbox: what the workers of waves may make next. It is the body of an actor.
+
+Entries are bytes here, and nothing is imported: this process is there in half the time that those take which know what an entry is.
+"""
 
 from __future__ import annotations
 
 import asyncio
-
-from zephon_ray.runners.ray_worker import Entry
 
 
 class Mailbox:
     """Holds the entries of waves. Entries are numbered by the one who posts, since calls may overtake each other."""
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[int, int], Entry] = {}
+        self._entries: dict[tuple[int, int], bytes] = {}
         self._ends: dict[int, int] = {}
         self._closed = False
         self._started: dict[int, set[int]] = {}
@@ -21,7 +22,7 @@ class Mailbox:
         """How many tasks of a wave have asked for an entry."""
         return len(self._started.get(wave, ()))
 
-    async def post(self, wave: int, number: int, entry: Entry) -> None:
+    async def post(self, wave: int, number: int, entry: bytes) -> None:
         async with self._changed:
             self._entries[wave, number] = entry
             self._changed.notify_all()
@@ -43,7 +44,7 @@ class Mailbox:
             self._closed = True
             self._changed.notify_all()
 
-    async def entry(self, wave: int, task: int, number: int) -> Entry | None:
+    async def entry(self, wave: int, task: int, number: int) -> bytes | None:
         """Wait for an entry, for a task of a wave; None behind the wave's last."""
         key = (wave, number)
         self._started.setdefault(wave, set()).add(task)
