@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from typing import Any
 
 import psutil
 import pytest
@@ -15,12 +16,13 @@ from ray.util.state import list_actors
 
 pytest.register_assert_rewrite("tests.core.runner_suite")
 
-from tests.core.runner_suite import RunnerSuite, mixed_job  # noqa: E402
+from tests.core.runner_suite import RunnerSuite, begin, mixed_job, take_all  # noqa: E402
 from tests.core.test_golden import check, run_whole  # noqa: E402
 from tests.golden_cases import GoldenCase  # noqa: E402
 from zephon_ray.collector import prepare  # noqa: E402
 from zephon_ray.recipe import WorkersSpec, load_recipe  # noqa: E402
-from zephon_ray.runners.base import Runner  # noqa: E402
+from zephon_ray.runners.base import Job, Runner  # noqa: E402
+from zephon_ray.runners.ray_data import Given, fetch  # noqa: E402
 from zephon_ray.runners.ray_runner import RayRunner  # noqa: E402
 from zephon_ray.stream import Stream  # noqa: E402
 
@@ -65,6 +67,23 @@ class TestRay(RunnerSuite):
         finally:
             for process in held:
                 os.kill(process.pid, signal.SIGCONT)
+
+
+def test_units_come_many_to_a_block(mixed_job: Job) -> None:
+    """What an object costs on its way hardly depends on its size."""
+    sizes: list[int] = []
+
+    def read(block: Any) -> Sequence[Given]:
+        given = fetch(block)
+        sizes.append(len(given))
+        return given
+
+    with RayRunner(WorkersSpec(min=1, max=1), stall_s=60.0, read=read) as runner:
+        runner.start(mixed_job, begin(mixed_job))
+        for source in range(len(mixed_job.manifests)):
+            runner.allow(source, 3)
+        units = take_all(runner)
+    assert sum(sizes) == len(units) > 3 * len(sizes)
 
 
 GOLDEN_IN_SHORT = ["best_fit_pad", "compressed_edges", "rare_source", "slots_of_unequal_files"]

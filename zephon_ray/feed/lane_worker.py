@@ -23,6 +23,7 @@ from zephon_ray.lane_blocks import LaneBlock, LanesState
 from zephon_ray.lanes import LaneGroup
 from zephon_ray.plan.windows import Position
 from zephon_ray.recipe import Recipe
+from zephon_ray.runners.ray_worker import batch_of
 from zephon_ray.stages.unit import TokenisedUnit
 
 REPLY_S = 0.02
@@ -105,7 +106,7 @@ class LaneWorker:
         new: list[Place] = []
         for table in copied([(tables[place.block], place.row) for place in places]):
             block = ray.put(table)
-            new += [Place(block=block, row=row) for row in range(table.num_rows)]
+            new += [Place(block=block, row=row) for row in range(batch_of(table).num_rows)]
         return new
 
     # ---- steps

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from zephon_ray.plan.windows import Position
 from zephon_ray.runners.base import FailedUnit, Job
-from zephon_ray.runners.ray_worker import packed, units_of
+from zephon_ray.runners.ray_worker import batch_of, packed, units_of
 from zephon_ray.runners.worker import Effort
 from zephon_ray.stages.unit import SCHEMA, TokenisedUnit
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # a lane worker would load Ray Data for nothing: a second of 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where a unit lies: the row of a block, a table in the object store. Whoever holds it, holds the block."""
+    """Where a unit lies: its number in a block, which is in the object store. Whoever holds it, holds the block."""
 
     block: Any
     row: int
@@ -68,24 +68,21 @@ def describe(table: pa.Table) -> list[Described]:
     ]
 
 
-def unit_at(table: pa.Table, row: int) -> TokenisedUnit:
+def unit_at(block: pa.Table, row: int) -> TokenisedUnit:
     """A unit of a block; its arrays are views of the block's buffers."""
-    batch, row = _row_of(table, row)
-    return TokenisedUnit.from_arrow(batch.select(SCHEMA.names), row)
+    return TokenisedUnit.from_arrow(_batch_with(block, row).select(SCHEMA.names), row)
 
 
 def copied(rows: Iterable[tuple[pa.Table, int]]) -> Iterator[pa.Table]:
     """Rows of blocks, in order, in blocks of their own, which share no buffer with the old ones."""
-    found = (_row_of(table, row) for table, row in rows)
-    return packed(batch.take(pa.array([at])) for batch, at in found)
+    return packed(_batch_with(block, row).take(pa.array([row])) for block, row in rows)
 
 
-def _row_of(table: pa.Table, row: int) -> tuple[pa.RecordBatch, int]:
-    for batch in table.to_batches():
-        if row < batch.num_rows:
-            return batch, row
-        row -= batch.num_rows
-    raise IndexError(f"the block has {table.num_rows} rows, and row {row + table.num_rows} was asked for")
+def _batch_with(block: pa.Table, row: int) -> pa.RecordBatch:
+    batch = batch_of(block)
+    if row >= batch.num_rows:
+        raise IndexError(f"the block has {batch.num_rows} rows, and row {row} was asked for")
+    return batch
 
 
 class Spot:

@@ -35,11 +35,12 @@ _LEAN = {"no_monitor": True, "include_log_monitor": False}
 
 
 class _Membership:
-    """How many hold the cluster that we started or joined for this process; who leaves last, ends it."""
+    """How many hold the cluster that we started or joined for this process; who leaves last, ends it. `alone`: we started it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.holders = 0
+        self.alone = False
 
 
 _membership = _Membership()
@@ -125,8 +126,13 @@ def connect(address: str | None) -> Cluster:
                 _start()
             else:
                 _join(address)
-        _membership.holders = 1
+        _membership.holders, _membership.alone = 1, address is None
         return Cluster(ours=True)
+
+
+def is_alone() -> bool:
+    """This process is in a cluster that we started for it."""
+    return _membership.alone and _membership.holders > 0 and bool(ray.is_initialized())
 
 
 def join(address: str | None) -> Cluster:
@@ -167,9 +173,10 @@ def _apart_and_lean() -> Iterator[None]:
     same, where Linux sees to it; elsewhere Ray needs them in our group for that.
 
     *Lean*: without autoscaler, log monitor and API server, which nobody asks anything in a cluster of one process on one machine: three of
-    nine processes, 3 of 7 CPU seconds, and 2 of 5.5 seconds on two cores (measured with Ray 2.60).
+    nine processes, 3 of 7 CPU seconds, and 2 of 5.5 seconds on two cores (measured with Ray 2.60). Its agent is that of a Ray which was
+    installed without a dashboard.
     """
-    services, parameter, node = (getattr(ray._private, name, None) for name in ("services", "parameter", "node"))
+    services, parameter, node, utils = (getattr(ray._private, name, None) for name in ("services", "parameter", "node", "utils"))
     changes: list[tuple[Any, str, Any]] = []
     if sys.platform == "linux" and (popen := getattr(services, "ConsolePopen", None)):
         changes.append((services, "ConsolePopen", functools.partial(popen, process_group=0)))
@@ -179,6 +186,8 @@ def _apart_and_lean() -> Iterator[None]:
     head = getattr(node, "Node", None)
     if hasattr(head, "start_api_server"):
         changes.append((head, "start_api_server", lambda *_args, **_kwargs: None))
+    if hasattr(utils, "get_dashboard_dependency_error"):
+        changes.append((utils, "get_dashboard_dependency_error", lambda: ImportError("nobody looks at a dashboard here")))
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
     try:
         for owner, name, value in changes:

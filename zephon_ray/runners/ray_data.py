@@ -4,7 +4,7 @@ A wave is a few endless-looking read tasks, each of which owns some slots of eve
 entries from a mailbox, so that credit, not backpressure, bounds memory. To *cut* a wave is to close its entries: its tasks
 make what was granted and end. When waves are cut and replaced is the runner's affair (`ray_runner`).
 
-The only module that imports ray.data. Why so: `docs/decisions/0004-what-runs-where.md`.
+The only module that imports ray.data, beside `ray_lean`. Why so: `docs/decisions/0004-what-runs-where.md`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from ray.data.datasource import Datasource, ReadTask
 from zephon_ray.cache import Tokeniser, open_tokeniser
 from zephon_ray.errors import RunnerError, ZephonError
 from zephon_ray.recipe import WorkersSpec
+from zephon_ray.runners import ray_lean
 from zephon_ray.runners.base import Job
 from zephon_ray.runners.ray_worker import NAME, TITLE, Entry, units_of
 from zephon_ray.runners.ray_worker import blocks as made_blocks
@@ -56,6 +57,9 @@ def fetch(block: Any) -> Sequence[Given]:
 
 # How read tasks are told not to be retried has no named parameter in Ray 2.60, and the unnamed way warns.
 warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated", module=__name__.replace(".", r"\."))
+
+
+ray_lean.install()
 
 
 class _NotOurs(logging.Filter):

@@ -26,6 +26,9 @@ TITLE = f"Read{NAME}"
 BLOCK_BYTES = 4 << 20
 """Ids a block holds at most, unless a single unit has more."""
 
+_UNITS = "units"
+"""The column of a block."""
+
 MADE = pa.schema([*SCHEMA, *(pa.field(name, pa.int64(), nullable=False) for name in EFFORT), pa.field("failure", pa.binary())])
 """A unit as a row of a block, with what it took; `failure` is the pickled error of one that was not made, between our own processes."""
 
@@ -82,17 +85,30 @@ def _rows(tokeniser: Tokeniser, walks: Mapping[int, SlotWalk], grants: Sequence[
 
 
 def packed(rows: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
-    """Units, one a record batch, in blocks of `BLOCK_BYTES`."""
+    """Units, one a record batch, in blocks of `BLOCK_BYTES`; see `batch_of`."""
     batches: list[pa.RecordBatch] = []
     size = 0
     for batch in rows:
         if batches and size + batch.nbytes > BLOCK_BYTES:
-            yield pa.Table.from_batches(batches).combine_chunks()
+            yield _block(batches)
             batches, size = [], 0
         batches.append(batch)
         size += batch.nbytes
     if batches:
-        yield pa.Table.from_batches(batches).combine_chunks()
+        yield _block(batches)
+
+
+def _block(batches: Sequence[pa.RecordBatch]) -> pa.Table:
+    units = pa.Table.from_batches(batches).combine_chunks().to_batches()[0]
+    struct = pa.StructArray.from_arrays(units.columns, fields=list(units.schema))
+    return pa.table({_UNITS: pa.LargeListArray.from_arrays(pa.array([0, len(struct)], pa.int64()), struct)})
+
+
+def batch_of(block: pa.Table) -> pa.RecordBatch:
+    """The units of a block, one a row. A block has one row, which holds them all: Ray Data, told to pass on at once what a task yields,
+    makes an object of each row.
+    """
+    return pa.RecordBatch.from_struct_array(block.column(_UNITS).chunk(0).flatten())
 
 
 def _row(made: Made) -> pa.RecordBatch:
@@ -106,14 +122,14 @@ def _row(made: Made) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(columns, schema=MADE)
 
 
-def units_of(table: pa.Table) -> Iterator[Made]:
+def units_of(block: pa.Table) -> Iterator[Made]:
     """The units of a block; their ids are views of its buffers."""
-    for batch in table.to_batches():
-        plain = batch.select(SCHEMA.names)
-        for row in range(batch.num_rows):
-            unit: TokenisedUnit | FailedUnit = TokenisedUnit.from_arrow(plain, row)
-            failure = batch.column("failure")[row].as_py()
-            if failure is not None:
-                error = pickle.loads(failure)  # noqa: S301  our own worker's
-                unit = FailedUnit(source=unit.source, epoch=unit.epoch, group=unit.group, unit=unit.unit, error=error)
-            yield Made(unit=unit, effort=Effort(**{name: batch.column(name)[row].as_py() for name in EFFORT}))
+    batch = batch_of(block)
+    plain = batch.select(SCHEMA.names)
+    for row in range(batch.num_rows):
+        unit: TokenisedUnit | FailedUnit = TokenisedUnit.from_arrow(plain, row)
+        failure = batch.column("failure")[row].as_py()
+        if failure is not None:
+            error = pickle.loads(failure)  # noqa: S301  our own worker's
+            unit = FailedUnit(source=unit.source, epoch=unit.epoch, group=unit.group, unit=unit.unit, error=error)
+        yield Made(unit=unit, effort=Effort(**{name: batch.column(name)[row].as_py() for name in EFFORT}))
