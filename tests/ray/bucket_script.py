@@ -13,12 +13,12 @@ import sys
 import time
 from typing import Any
 
-import ray
 from ray import cloudpickle
 
 from zephon_ray.collector import prepare
 from zephon_ray.errors import ZephonError
 from zephon_ray.recipe import Recipe, recipe_from_dict
+from zephon_ray.runners.ray_cluster import connect
 from zephon_ray.runs import produce
 
 
@@ -35,7 +35,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     logging.basicConfig(level=logging.DEBUG)
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=True)  # one for all tasks; workers' logs come here too
+    cluster = connect(None)  # one for all tasks
     try:
         answers.write(json.dumps({"ready": True}) + "\n")
         for line in sys.stdin:
@@ -47,7 +47,7 @@ def main() -> None:
             pickled = pickle.dumps(job) + cloudpickle.dumps(job)
             answers.write(json.dumps({**found, "told": [word.decode() for word in words if word in pickled]}) + "\n")
     finally:
-        ray.shutdown()
+        cluster.leave()
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def test_units_come_many_to_a_block(mixed_job: Job) -> None:
     assert sum(sizes) == len(units) > 3 * len(sizes)
 
 
-GOLDEN_IN_SHORT = ["best_fit_pad", "compressed_edges", "rare_source", "slots_of_unequal_files"]
+GOLDEN_IN_SHORT = ["best_fit_pad", "compressed_edges"]
 
 
 @pytest.mark.parametrize("name", GOLDEN_IN_SHORT)
