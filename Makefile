@@ -7,9 +7,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip --quiet --disable-pip-version-check
 INSTALL = $(PIP) install --no-compile --constraint constraints.txt --editable
-# On all cores, where pip takes one. Some file may be of a newer Python than this.
-COMPILE = $(BIN)/python -m compileall -q -j 0 -x '/(tests?|testing)/' $(VENV)/lib || true
-# Tests start hundreds of processes, and each would compile this project again.
+# What is imported is compiled then, and that is kept: a tenth of all that is installed. Here once, alone: the processes of a cluster, which
+# start together, would each do it.
+COMPILE = $(BIN)/python -c 'import zephon_ray.feed.service, ray.dashboard.optional_deps'
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest
 

@@ -30,7 +30,6 @@ from zephon_ray.recipe_fields import (
     decimal_text,
     is_url,
 )
-from zephon_ray.recipe_yaml import apply_overrides, read_yaml, write_yaml
 
 __all__ = [
     "CONTRACT_VERSION",
@@ -177,6 +176,8 @@ class Recipe(RecipeFields):
         data["execution"]["token_cache"] = self.token_cache_url
         for index, source in enumerate(data["sources"]):
             source["uri"] = self.source_url(index)
+        from zephon_ray.recipe_yaml import write_yaml  # workers are sent recipes, and do without YAML
+
         return write_yaml(data)
 
     def _resolved(self, exclude: Any) -> dict[str, Any]:
@@ -214,6 +215,8 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     Raises:
         RecipeError: lists everything that is wrong, in the file and in the overrides.
     """
+    from zephon_ray.recipe_yaml import apply_overrides, read_yaml
+
     where = os.fspath(path)
     data, problems = read_yaml(_text(where), where)
     if data is None:

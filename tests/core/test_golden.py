@@ -56,7 +56,7 @@ def test_threads_give_the_contracts_digests(golden_case: GoldenCase) -> None:
     run_whole(golden_case, "threads")
 
 
-PROCESSES = ["best_fit_pad", "compressed_edges", "rare_source", "slots_of_unequal_files"]
+PROCESSES = ["best_fit_pad", "compressed_edges"]
 
 
 @pytest.mark.parametrize("name", PROCESSES)

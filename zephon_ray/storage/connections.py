@@ -7,7 +7,6 @@ import os
 from typing import Any
 from urllib.parse import urlsplit
 
-import fsspec
 import pyarrow.fs
 
 from zephon_ray.errors import UserError
@@ -30,6 +29,8 @@ def filesystem(spec: StorageSpec, url: str, pid: int, page_tries: int = 1) -> tu
 
 def fsspec_of(spec: StorageSpec, url: str) -> tuple[Any, str]:
     """The fsspec filesystem of a URL, and the name within it. Only s3fs, for `s3a://`, knows our settings."""
+    import fsspec  # likewise
+
     options: dict[str, Any] = {}
     if url.startswith("s3a://"):
         options = {

@@ -5,11 +5,14 @@ from __future__ import annotations
 import errno
 import random
 import re
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
-import tenacity
 
 from zephon_ray.recipe_fields import StorageSpec
+
+if TYPE_CHECKING:
+    import tenacity
 
 FIRST_WAIT, LONGEST_WAIT = 0.2, 20.0
 """The wait after try n is drawn evenly from the upper half of [0, FIRST_WAIT * 2^(n-1)], at most LONGEST_WAIT seconds: it grows, and

@@ -10,12 +10,11 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import pyarrow as pa
 import pyarrow.fs
-import tenacity
 
 from zephon_ray.errors import StorageError
 from zephon_ray.recipe_fields import StorageSpec
@@ -23,6 +22,9 @@ from zephon_ray.storage import faults
 from zephon_ray.storage.connections import filesystem, forget, fsspec_of
 from zephon_ray.storage.local import Listed, is_local, join, local_path, walk, write_local
 from zephon_ray.storage.versions import Aged, FileVersion, aged_local, aged_remote, local_version, remote_version
+
+if TYPE_CHECKING:
+    import tenacity
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -201,6 +203,8 @@ class Storage:
                 if faults.expired(error) or faults.denied(error):
                     forget(fs)  # the next try asks the providers for credentials again
                 raise
+
+        import tenacity  # with asyncio and more: processes that read a disk are there sooner without
 
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(self.spec.max_tries) | tenacity.stop_before_delay(self.spec.retry_seconds),
