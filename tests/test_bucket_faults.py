@@ -46,7 +46,7 @@ def behind(proxy: FaultProxy, bucket: Bucket, scheme: str = "s3", **storage: Any
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
-    ("scheme", "runner"), [("s3", "inline"), pytest.param("s3", "threads", marks=pytest.mark.long), ("s3a", "threads")]
+    ("scheme", "runner"), [("s3", "inline"), *(pytest.param(scheme, "threads", marks=pytest.mark.long) for scheme in ("s3", "s3a"))]
 )
 def test_bursts_of_refusals_and_cut_connections_leave_no_trace(
     bucket: Bucket, proxy: FaultProxy, runner: str, scheme: str, monkeypatch: pytest.MonkeyPatch

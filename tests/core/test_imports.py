@@ -95,6 +95,20 @@ def test_importing_the_package_loads_none_of_its_dependencies() -> None:
     assert "zephon_ray" in loaded
 
 
+@pytest.mark.parametrize(
+    ("module", "without"),
+    [
+        ("zephon_ray.runners.worker", {"asyncio", "fsspec", "tenacity", "yaml"}),
+        ("zephon_ray.runners.ray_mailbox", {"numpy", "pyarrow", "pydantic"}),
+    ],
+)
+def test_the_process_of_a_worker_does_not_load_what_others_need(module: str, without: set[str]) -> None:
+    """There are many of them, and a stream waits for the first."""
+    loaded = json.loads(_python(f"import sys, json, {module}; print(json.dumps(sorted(sys.modules)))").stdout)
+    assert module in loaded
+    assert without & set(loaded) == set()
+
+
 @pytest.mark.parametrize(("given", "kept"), [(None, "1000"), ("5", "5")])
 def test_arrows_allocator_keeps_freed_pages_unless_the_user_says_how_long(given: str | None, kept: str) -> None:
     given_or_none = f"os.environ['MIMALLOC_PURGE_DELAY'] = {given!r}" if given else "os.environ.pop('MIMALLOC_PURGE_DELAY', None)"

@@ -110,11 +110,22 @@ def check_same(got: GlobalBatch, expected: GlobalBatch, identity: Identity) -> N
 
 
 def test_any_grouping_gives_the_steps_states_and_ledger_lines_of_one_group(golden_case: GoldenCase) -> None:
+    check_groupings(golden_case, 2)
+
+
+@pytest.mark.long
+def test_every_grouping_gives_the_steps_states_and_ledger_lines_of_one_group(golden_case: GoldenCase) -> None:
+    check_groupings(golden_case, 5)
+
+
+def check_groupings(golden_case: GoldenCase, most: int) -> None:
+    """Some of the ways to split its lanes, others for each case."""
     runs = Runs(load_recipe(golden_case.recipe))
     steps = len(golden_case.steps)
+    ways = splits(runs.recipe.lanes)
     expected = runs.batches(None, steps)
     assert [(b.digest.hex(), b.chain.hex(), b.pairs) for b in expected] == [(s.digest, s.chain, s.pairs) for s in golden_case.steps]
-    for groups in splits(runs.recipe.lanes):
+    for groups in random.Random(golden_case.name).sample(ways, min(most, len(ways))):
         with runs.collector(groups) as collector:
             for batch in expected:
                 got = collector.next_batch()

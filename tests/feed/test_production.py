@@ -170,6 +170,7 @@ def take_all(production: Production) -> None:
         continue
 
 
+@pytest.mark.long  # in the normal run one is killed, under a feed (`test_feed_whole.py`)
 @pytest.mark.fault
 def test_a_lane_worker_that_hangs_is_an_error_within_the_limit_and_close_does_not_wait_for_it(tmp_path: Path) -> None:
     job, _ = prepare(many_units(tmp_path, files=2, units=8, words=400, execution={}))

@@ -142,6 +142,7 @@ def test_a_feed_that_hangs_is_stopped_by_force(service: Service, order: Order, m
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.long  # in the normal run `test_feed.py` kills one, whose ranks go on
 @pytest.mark.fault
 def test_a_feed_that_was_killed_is_said_to_be_away_and_not_to_have_ended(service: Service, order: Order) -> None:
     pid = service.start(order).pid

@@ -84,6 +84,7 @@ def taking(stream: Stream) -> Iterator[Callable[[], None]]:
         end()
 
 
+@pytest.mark.long
 def test_a_hungry_stream_asks_for_workers_up_to_its_limit_and_a_satisfied_one_for_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
