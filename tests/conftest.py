@@ -16,8 +16,6 @@ __all__ = ["bucket", "proxy", "ray_session", "s3_endpoint"]
 
 # Ray's workers would run at nice 15, behind whatever other tests run at the same time: the longest chain of tests would wait for all.
 os.environ.setdefault("RAY_worker_niceness", "0")
-# It ends workers that had nothing to do for a second, and the next test would start others in their place.
-os.environ.setdefault("RAY_idle_worker_killing_time_threshold_ms", "30000")
 
 # The same examples on every machine: a failure can be seen again, and a pass does not hang on luck.
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -152,3 +153,8 @@ def test_a_task_that_runs_again_gives_the_same_blocks(
         assert first
         assert list(run(UnitTokeniser(job.options), task)) == first, "in a new process"
         assert list(run(used, task)) == first, "in one that made them before"
+
+
+def test_a_block_of_a_task_that_made_nothing_holds_nothing() -> None:
+    """Ray Data gives one for such a task, without a row and a column."""
+    assert list(units_of(pa.table({}))) == []

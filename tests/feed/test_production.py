@@ -170,7 +170,6 @@ def take_all(production: Production) -> None:
         continue
 
 
-@pytest.mark.long  # in the normal run one is killed, under a feed (`test_feed_whole.py`)
 @pytest.mark.fault
 def test_a_lane_worker_that_hangs_is_an_error_within_the_limit_and_close_does_not_wait_for_it(tmp_path: Path) -> None:
     job, _ = prepare(many_units(tmp_path, files=2, units=8, words=400, execution={}))
@@ -297,13 +296,12 @@ def test_closing_from_another_thread_ends_actors_threads_and_the_waiting_call(tm
 # ---- data that cannot be used
 
 
-@pytest.mark.long  # in the normal run the groups of a collector, whose code it is, and a feed that fails tells its ranks
-@pytest.mark.parametrize("good", [0, 40])
+@pytest.mark.parametrize("good", [pytest.param(0, marks=pytest.mark.long), 40])
 def test_a_window_that_cannot_be_used_stops_a_production_where_it_stops_a_collector(tmp_path: Path, good: int) -> None:
     runs = Runs(a_bad_corpus(tmp_path, good))
     digests, end = outcome(runs, None)
     made = []
-    with closing(Production(runs.job)) as production:
+    with closing(Production(runs.job, lane_workers=2)) as production:
         try:
             while (produced := production.next_step()) is not None:
                 made.append(produced.step.digest)

@@ -221,3 +221,14 @@ def test_a_cluster_of_ours_is_started_without_what_nobody_asks_and_ray_is_left_a
         assert private.services.ConsolePopen.keywords == {"process_group": 0}
         assert not any(now is then for now, then in zip(parts(), before, strict=True))
     assert parts() == before
+
+
+def test_a_cluster_that_a_user_started_where_ours_was_ended_is_the_user_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = ray.get_runtime_context().gcs_address
+    for name, value in (("holders", 1), ("alone", True), ("address", "192.0.2.1:1")):
+        monkeypatch.setattr(ray_cluster._membership, name, value)
+    assert not ray_cluster.is_alone()
+    ray_cluster.connect(None).leave()
+    assert ray.is_initialized()
+    monkeypatch.setattr(ray_cluster._membership, "address", here)
+    assert ray_cluster.is_alone()

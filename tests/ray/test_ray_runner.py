@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -16,7 +17,7 @@ from ray.util.state import list_actors
 
 pytest.register_assert_rewrite("tests.core.runner_suite")
 
-from tests.core.runner_suite import RunnerSuite, begin, mixed_job, take_all  # noqa: E402
+from tests.core.runner_suite import ALL, WAIT_S, RunnerSuite, begin, job_of, lines, mixed_job, take_all  # noqa: E402
 from tests.core.test_golden import check, run_whole  # noqa: E402
 from tests.golden_cases import GoldenCase  # noqa: E402
 from zephon_ray.collector import prepare  # noqa: E402
@@ -84,6 +85,27 @@ def test_units_come_many_to_a_block(mixed_job: Job) -> None:
             runner.allow(source, 3)
         units = take_all(runner)
     assert sum(sizes) == len(units) > 3 * len(sizes)
+
+
+def test_a_wave_that_is_cut_loses_nothing_where_one_of_its_tasks_made_nothing(tmp_path: Path) -> None:
+    files = {"a/x.jsonl": lines(range(5)), "a/y.jsonl": lines(range(5, 10)), "b/z.jsonl": lines(range(300), 600)}
+    sources = [{"name": "a", "uri": "a", "epochs": 1, "window_groups": 2}, {"name": "b", "uri": "b", "window_groups": 1}]
+    job = job_of(tmp_path, files, sources, unit_bytes=30_000)
+    with RayRunner(WorkersSpec(min=1, max=2), stall_s=60.0) as runner:
+        runner.start(job, begin(job))
+        core = runner._core
+        assert core is not None
+        cut = []
+        for source, windows in ((0, ALL), (1, 25)):
+            runner.allow(source, windows)
+            units = [runner.take(WAIT_S)]
+            with core._lock:
+                cut += core._waves[-1:]
+                core._cut(2)
+            units += take_all(runner)
+            assert cut[-1].join(WAIT_S)
+        assert len(units) > 20
+        assert [(wave.tasks, wave.error) for wave in cut] == [(2, None)] * 2
 
 
 GOLDEN_IN_SHORT = ["best_fit_pad", "compressed_edges"]

@@ -35,12 +35,23 @@ _LEAN = {"no_monitor": True, "include_log_monitor": False}
 
 
 class _Membership:
-    """How many hold the cluster that we started or joined for this process; who leaves last, ends it. `alone`: we started it."""
+    """How many hold the cluster that we started or joined for this process; who leaves last, ends it.
+
+    Attributes:
+        address: of its head.
+        alone: we started it.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.holders = 0
+        self.address = ""
         self.alone = False
+
+    @property
+    def is_here(self) -> bool:
+        """This process is in that cluster: nobody ended it under us, and went elsewhere."""
+        return self.holders > 0 and bool(ray.is_initialized()) and ray.get_runtime_context().gcs_address == self.address
 
 
 _membership = _Membership()
@@ -89,9 +100,11 @@ class Cluster:
         """Be done with it. The last one to be so shuts down a cluster that we started, or parts from one that we joined."""
         with _membership.lock:
             ours, self._ours = self._ours, False
-            _membership.holders -= ours
-            if ours and not _membership.holders and ray.is_initialized():
-                ray.shutdown()
+            try:
+                if ours and _membership.holders == 1 and _membership.is_here:
+                    ray.shutdown()
+            finally:
+                _membership.holders -= ours
 
 
 def _room(node: dict[str, Any], workers: WorkersSpec) -> int:
@@ -118,7 +131,7 @@ def connect(address: str | None) -> Cluster:
         if ray.is_initialized():
             if address is not None:
                 _check_same(address, ray.get_runtime_context().gcs_address)
-            ours = _membership.holders > 0
+            ours = _membership.is_here
             _membership.holders += ours
             return Cluster(ours=ours)
         with _quiet():
@@ -127,12 +140,13 @@ def connect(address: str | None) -> Cluster:
             else:
                 _join(address)
         _membership.holders, _membership.alone = 1, address is None
+        _membership.address = ray.get_runtime_context().gcs_address
         return Cluster(ours=True)
 
 
 def is_alone() -> bool:
     """This process is in a cluster that we started for it."""
-    return _membership.alone and _membership.holders > 0 and bool(ray.is_initialized())
+    return _membership.alone and _membership.is_here
 
 
 def join(address: str | None) -> Cluster:

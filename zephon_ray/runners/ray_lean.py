@@ -38,11 +38,11 @@ class _OneNode:
 
 
 def _method(answer: Callable[[], object] = lambda: None) -> Any:
-    return SimpleNamespace(remote=lambda *_args, **_kwargs: ray.put(answer()))
+    return SimpleNamespace(remote=lambda *_args, **_kwargs: answer())
 
 
 _STATS_ACTOR = SimpleNamespace(
-    gen_dataset_id=_method(lambda: uuid.uuid4().hex),
+    gen_dataset_id=_method(lambda: ray.put(uuid.uuid4().hex)),
     register_dataset=_method(),
     update_execution_metrics=_method(),
     update_iteration_metrics=_method(),

@@ -238,7 +238,8 @@ class _Core:
         with self._lock:
             if self._closed:  # meanwhile: `close` waits for us only so long
                 return
-            self._waves = [w for w in self._waves if not (w.ended and w.cut)]
+            # One that was cut and died owes what it was granted, as any other.
+            self._waves = [w for w in self._waves if not (w.ended and w.cut and (w.given_up or w.error is None))]
             self._load.tick(now, working=self._waiting)
             broken = next((w for w in self._waves if w.ended), None)
             wave = self._current

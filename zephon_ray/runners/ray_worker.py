@@ -123,7 +123,9 @@ def _row(made: Made) -> pa.RecordBatch:
 
 
 def units_of(block: pa.Table) -> Iterator[Made]:
-    """The units of a block; their ids are views of its buffers."""
+    """The units of a block; their ids are views of its buffers. Of a task that made none, Ray Data gives a block without a row."""
+    if not block.num_rows:
+        return
     batch = batch_of(block)
     plain = batch.select(SCHEMA.names)
     for row in range(batch.num_rows):

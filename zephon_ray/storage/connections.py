@@ -29,7 +29,7 @@ def filesystem(spec: StorageSpec, url: str, pid: int, page_tries: int = 1) -> tu
 
 def fsspec_of(spec: StorageSpec, url: str) -> tuple[Any, str]:
     """The fsspec filesystem of a URL, and the name within it. Only s3fs, for `s3a://`, knows our settings."""
-    import fsspec  # likewise
+    import fsspec  # a disk and s3:// do without
 
     options: dict[str, Any] = {}
     if url.startswith("s3a://"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from datetime import timedelta
@@ -68,8 +67,3 @@ def _store(ranks: int, rank: int, ports: Any) -> Any:
             ports.put(store.port)
         return store
     return tcp_store("127.0.0.1", ports.get(timeout=LIMIT_S), is_master=False, timeout=wait)
-
-
-# Ranks are forked of a process that has imported this. What it holds stays: no rank's collector need look at it, and copy it so.
-gc.collect()
-gc.freeze()

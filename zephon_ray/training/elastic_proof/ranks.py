@@ -20,7 +20,7 @@ from zephon_ray.training.elastic_proof import start
 from zephon_ray.training.elastic_proof.jobs import Job
 
 _LOG_LINES = 25
-_IMPORTS = ["zephon_ray.training.elastic_proof.rank"]
+_IMPORTS = ["zephon_ray.training.elastic_proof.preload"]
 
 
 class RankDied(RunnerError):
