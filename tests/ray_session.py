@@ -16,10 +16,18 @@ def ray_session() -> Iterator[None]:
 
     from zephon_ray.runners import ray_cluster
 
-    ray.init(address="local", num_cpus=2, include_dashboard=True, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", configure_logging=False)
     ray_cluster._hide_raylets_lines()  # as in a cluster that we start: some tests look at what is printed
     yield
     ray.shutdown()
+
+
+def living(*classes: str) -> list[str]:
+    """The actors of this process's cluster that are of these classes and not dead, as the cluster's head has it: without a dashboard."""
+    from ray._private import state
+
+    actors = state.actors().values()  # type: ignore[no-untyped-call]
+    return [actor["ActorClassName"] for actor in actors if actor["ActorClassName"] in classes and actor["State"] != "DEAD"]
 
 
 def group(items: list[pytest.Item]) -> None:

@@ -18,13 +18,13 @@ import psutil
 import pytest
 import ray
 from ray._private.worker import Worker
-from ray.util.state import list_actors
 
 from tests.core.runner_suite import eventually
 from tests.core.test_lane_groups import Runs, a_bad_corpus, outcome
 from tests.golden_cases import GoldenCase
 from tests.ray.many_units import many_units
 from tests.ray.test_ray_store import FILES, store, window_bytes
+from tests.ray_session import living
 from zephon_ray.batches import GlobalBatch
 from zephon_ray.collector import prepare
 from zephon_ray.errors import BadRecordError, RunnerError, SourceError, WorkerLost
@@ -285,11 +285,7 @@ def test_closing_from_another_thread_ends_actors_threads_and_the_waiting_call(tm
     thread.join(30)
     assert [str(error) for error in ended] == ["the production is closed and makes no further step"]
     assert len(production._team.members) == 2
-    head = ray.get_runtime_context().gcs_address
-    eventually(
-        lambda: not [a for a in list_actors(address=head) if a["class_name"] in ("LaneWorker", "Mailbox") and a["state"] != "DEAD"],
-        "no actor is left",
-    )
+    eventually(lambda: not living("LaneWorker", "Mailbox"), "no actor is left")
     assert not [t.name for t in threading.enumerate() if t.name.startswith("zephon")]
 
 

@@ -10,11 +10,10 @@ from itertools import islice
 
 import psutil
 import pytest
-import ray
-from ray.util.state import list_actors
 
 from tests.core.runner_suite import eventually
 from tests.ray.many_units import chains_of, many_units
+from tests.ray_session import living
 from tests.small import a_recipe
 from zephon_ray.errors import UserError
 from zephon_ray.loader import Loader
@@ -123,8 +122,7 @@ def our_threads() -> set[str]:
 
 
 def our_actors() -> int:
-    head = ray.get_runtime_context().gcs_address
-    return len(list_actors(address=head, filters=[("class_name", "=", "Mailbox"), ("state", "!=", "DEAD")]))
+    return len(living("Mailbox"))
 
 
 def at_work() -> int:

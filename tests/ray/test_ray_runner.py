@@ -12,14 +12,13 @@ from typing import Any
 
 import psutil
 import pytest
-import ray
-from ray.util.state import list_actors
 
 pytest.register_assert_rewrite("tests.core.runner_suite")
 
 from tests.core.runner_suite import ALL, WAIT_S, RunnerSuite, begin, job_of, lines, mixed_job, take_all  # noqa: E402
 from tests.core.test_golden import check, run_whole  # noqa: E402
 from tests.golden_cases import GoldenCase  # noqa: E402
+from tests.ray_session import living  # noqa: E402
 from zephon_ray.collector import prepare  # noqa: E402
 from zephon_ray.recipe import WorkersSpec, load_recipe  # noqa: E402
 from zephon_ray.runners.base import Job, Runner  # noqa: E402
@@ -54,9 +53,7 @@ class TestRay(RunnerSuite):
     def holdings(self) -> tuple[set[str], list[int], int]:
         """Our threads and actors; the cluster's processes come and go as it likes."""
         threads = {thread.name for thread in threading.enumerate() if thread.name.startswith("zephon")}
-        head = ray.get_runtime_context().gcs_address
-        ours = list_actors(address=head, filters=[("class_name", "=", "Mailbox"), ("state", "!=", "DEAD")])
-        return threads, [len(ours)], 0
+        return threads, [len(living("Mailbox"))], 0
 
     @contextmanager
     def hold(self, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
