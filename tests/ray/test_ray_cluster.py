@@ -212,5 +212,9 @@ def test_a_cluster_that_a_user_started_where_ours_was_ended_is_the_user_s(monkey
     assert not ray_cluster.is_alone()
     ray_cluster.connect(None).leave()
     assert ray.is_initialized()
+    of_the_one_before = ray_cluster.Cluster(ours=True)
     monkeypatch.setattr(ray_cluster._membership, "address", here)
     assert ray_cluster.is_alone()
+    of_the_one_before.leave()
+    assert ray.is_initialized()
+    assert ray_cluster._membership.holders == 1

@@ -65,7 +65,7 @@ class Cluster:
     """
 
     def __init__(self, *, ours: bool) -> None:
-        self._ours = ours
+        self._held = _membership.address if ours else None
         self._counted: tuple[float, int] | None = None
 
     def here(self) -> Any:
@@ -99,12 +99,12 @@ class Cluster:
     def leave(self) -> None:
         """Be done with it. The last one to be so shuts down a cluster that we started, or parts from one that we joined."""
         with _membership.lock:
-            ours, self._ours = self._ours, False
+            holds, self._held = self._held == _membership.address, None  # another cluster may have taken its place, where it was ended
             try:
-                if ours and _membership.holders == 1 and _membership.is_here:
+                if holds and _membership.holders == 1 and _membership.is_here:
                     ray.shutdown()
             finally:
-                _membership.holders -= ours
+                _membership.holders -= holds
 
 
 def _room(node: dict[str, Any], workers: WorkersSpec) -> int:
