@@ -15,7 +15,7 @@ import pytest
 
 pytest.register_assert_rewrite("tests.core.runner_suite")
 
-from tests.core.runner_suite import ALL, WAIT_S, RunnerSuite, begin, job_of, lines, mixed_job, take_all  # noqa: E402
+from tests.core.runner_suite import ALL, WAIT_S, RunnerSuite, begin, job_of, lines, mixed_job, same, take_all, walk  # noqa: E402
 from tests.core.test_golden import check, run_whole  # noqa: E402
 from tests.golden_cases import GoldenCase  # noqa: E402
 from tests.ray_session import living  # noqa: E402
@@ -103,6 +103,31 @@ def test_a_wave_that_is_cut_loses_nothing_where_one_of_its_tasks_made_nothing(tm
             assert cut[-1].join(WAIT_S)
         assert len(units) > 20
         assert [(wave.tasks, wave.error) for wave in cut] == [(2, None)] * 2
+
+
+def test_a_wave_that_dies_after_it_was_cut_is_made_up_for_at_once(mixed_job: Job) -> None:
+    """And not when the watchdog finds that nothing comes."""
+    dying = [True]
+
+    def read(block: Any) -> Sequence[Given]:
+        if dying and cut and cut[0].cut:
+            dying.clear()
+            raise RuntimeError("it dies")
+        return fetch(block)
+
+    cut: list[Any] = []
+    with RayRunner(WorkersSpec(min=1, max=1), stall_s=300.0, read=read) as runner:
+        runner.start(mixed_job, begin(mixed_job))
+        core = runner._core
+        assert core is not None
+        with core._lock:
+            cut += core._waves
+            for source in range(len(mixed_job.manifests)):
+                runner.allow(source, 3)
+            core._cut(1)
+        same(take_all(runner), [unit for source in range(3) for _, units in walk(mixed_job, source, 3)[0] for unit in units])
+        assert not dying
+        assert runner.stats().retries > 0
 
 
 GOLDEN_IN_SHORT = ["best_fit_pad", "compressed_edges"]
