@@ -13,6 +13,11 @@ from collections.abc import Callable
 from zephon_ray.batches import GlobalBatch
 from zephon_ray.errors import RunnerError
 
+FEW_S = 0.005
+"""Who finds nothing waits so long at most for several batches at once: to be woken for each costs as much as a small batch itself."""
+WATCH_S = 60.0
+"""How often the one who waits looks whether the thread is stuck."""
+
 
 class Prefetch:
     """Runs `make` in a daemon thread until it gives None, raises, or `close` is called.
@@ -20,31 +25,52 @@ class Prefetch:
     Args:
         make: the next batch, or None at the end of the stream.
         depth: batches made and not taken, at least 1.
+        rest: something else to do, called again and again while nothing needs to be made, until it gives False.
+        watch: called now and then by the one who waits: an error that he is to raise, or None.
     """
 
-    def __init__(self, make: Callable[[], GlobalBatch | None], depth: int) -> None:
-        self._make, self._depth = make, depth
+    def __init__(
+        self,
+        make: Callable[[], GlobalBatch | None],
+        depth: int,
+        *,
+        rest: Callable[[], bool],
+        watch: Callable[[], Exception | None],
+    ) -> None:
+        self._make, self._depth, self._rest, self._watch = make, depth, rest, watch
+        self._half = self._enough = depth // 2
         self._ready: deque[GlobalBatch | BaseException | None] = deque()
+        self._over = self._closed = False
         self._changed = threading.Condition()
-        self._closed = False
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="zephon-prefetch", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        going = True
-        while going:
+        while not (self._over or self._closed):
             made: GlobalBatch | BaseException | None
             try:
                 made = self._make()
             except BaseException as error:  # noqa: BLE001 (handed to the one who takes, who raises it)
                 made = error
-            going = isinstance(made, GlobalBatch)
             with self._changed:
                 self._ready.append(made)
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
-                going = going and not self._closed
+                self._over = not isinstance(made, GlobalBatch)
+                if self._over or len(self._ready) >= self._enough:
+                    self._changed.notify_all()
+                full = len(self._ready) >= self._depth
+            if full:
+                self._wait_for_room()
+
+    def _wait_for_room(self) -> None:
+        """Return when half of what was made is taken, so that nobody is woken for each batch."""
+        while not self._has_room() and self._rest():
+            pass
+        with self._changed:
+            self._changed.wait_for(self._has_room)
+
+    def _has_room(self) -> bool:
+        return self._over or self._closed or len(self._ready) <= self._half
 
     def take(self) -> GlobalBatch | None:
         """The next batch in order; None at the end, again and again. Raises what `make` raised, again and again."""
@@ -54,16 +80,29 @@ class Prefetch:
                 " Open one in each process, after the fork"
             )
         with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._closed)
+            if not self._ready:
+                self._wait_for_batch()
             if not self._ready:
                 return None
             made = self._ready[0]
             if isinstance(made, GlobalBatch):
                 self._ready.popleft()
-                self._changed.notify_all()
+                if len(self._ready) == self._half:
+                    self._changed.notify_all()
         if isinstance(made, BaseException):
             raise made
         return made
+
+    def _wait_for_batch(self) -> None:
+        """For half of all at once, for a moment; then for one."""
+        self._changed.wait_for(lambda: self._over or self._closed or len(self._ready) >= self._enough, FEW_S)
+        self._enough = 1
+        try:
+            while not self._changed.wait_for(lambda: self._ready or self._closed, WATCH_S):
+                if (error := self._watch()) is not None:
+                    raise error
+        finally:
+            self._enough = self._half
 
     def close(self) -> None:
         """Stop; the thread ends with the batch that it is making."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from functools import partial
 
 from zephon_ray.batches import GlobalBatch
 from zephon_ray.collector import Collector, prepare
@@ -18,6 +19,7 @@ from zephon_ray.recipe import Recipe
 from zephon_ray.runners.base import Job, Runner, RunnerStats
 from zephon_ray.runners.registry import idle_options, make_runner
 from zephon_ray.state import Identity, from_bytes, to_bytes
+from zephon_ray.supplies import WAIT_S
 
 _log = logging.getLogger(__name__)
 
@@ -62,11 +64,15 @@ class Stream:
             _log.warning("%s", sentence)
         self._runner = make_runner(name, recipe, workers=workers, address=address)
         self._prefetch: Prefetch | None = None
+        depth = recipe.execution.prefetch_steps if self._runner.reads_ahead else 0
+        if depth:
+            self._runner.lend()
         try:
             collector = Collector(job, self._runner, start, recorded)
             self.state = collector.state
-            depth = recipe.execution.prefetch_steps if self._runner.reads_ahead else 0
-            self._prefetch = Prefetch(collector.next_batch, depth) if depth else None
+            if depth:
+                watch = partial(self._runner.stuck, WAIT_S)
+                self._prefetch = Prefetch(collector.next_batch, depth, rest=self._runner.make_ahead, watch=watch)
         except BaseException:
             self._runner.close()
             raise

@@ -22,7 +22,7 @@ from zephon_ray.recipe import SHARE_BITS
 from zephon_ray.runners.base import FailedUnit, Job
 from zephon_ray.supply import Memory, SourceSupply
 
-MEMORY_BYTES = 64 << 20
+MEMORY_BYTES = 32 << 20
 """Ids that small sources keep in memory, all together, so that their later epochs read nothing."""
 
 WAIT_S = 600.0

@@ -27,7 +27,7 @@ class Memory:
     """
 
     def __init__(self, limit_bytes: int) -> None:
-        self.left = limit_bytes
+        self.limit = self.left = limit_bytes
 
 
 class SourceSupply(Generic[U]):
@@ -68,7 +68,8 @@ class SourceSupply(Generic[U]):
         self._tasks: list[UnitTask] | None = None
         self._memory, self._kept, self._kept_bytes = memory, dict[tuple[int, int], U](), 0
         epochs = recipe.sources[self.source].epochs
-        self._keeps = epochs is None or position.epoch + 1 < epochs
+        again = epochs is None or position.epoch + 1 < epochs
+        self._keeps = again and manifest.text_bytes <= memory.limit  # ids take four bytes, and stand for about as many
         self.remembered = False
         self._epoch_pairs, self._epoch_bad, self._whole_epoch = 0, 0, position.window == 0
         self._unused: deque[tuple[int, WindowUse, LeftOutCounts]] = deque()

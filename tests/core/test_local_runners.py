@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -97,6 +98,73 @@ class TestThreads(RunnerSuite):
                 yield
             finally:
                 gate.set()
+
+
+class _Lent(ThreadsRunner):
+    reads_ahead = False  # not of itself: the one who takes is a worker
+
+    def __init__(self, workers: int) -> None:
+        super().__init__(workers)
+        assert self.lend()
+
+
+class TestThreadsAndTheOneWhoTakes(TestThreads):
+    def make(self) -> Runner:
+        return _Lent(2)
+
+
+class TestTheOneWhoTakesAlone(TestThreads):
+    def make(self) -> Runner:
+        return _Lent(1)
+
+    def test_he_needs_no_thread_and_makes_ahead_what_is_allowed(self, runner: Runner, mixed_job: Job) -> None:
+        self.started(runner, mixed_job)
+        assert not runner.make_ahead(), "nothing is allowed"
+        runner.allow(1, 2)
+        want = [unit for _, units in walk(mixed_job, 1, 2)[0] for unit in units]
+        made = sum(iter(runner.make_ahead, False))
+        assert (made, runner.stats().units) == (len(want), len(want))
+        assert "zephon-thread-0" not in [thread.name for thread in threading.enumerate()]
+        same(take_all(runner), want)
+        assert runner.stats().units == len(want)
+
+    def test_he_is_told_by_others_that_he_is_stuck(self, runner: Runner, mixed_job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.started(runner, mixed_job).allow(0, 1)
+        assert runner.stuck(0) is None
+        with self._held(monkeypatch):
+            taking = threading.Thread(target=runner.take, args=(WAIT_S,))
+            taking.start()
+            eventually(lambda: runner.stuck(0.2) is not None, "the unit takes longer than 0.2 s")
+            assert runner.stuck(WAIT_S) is None
+            found = str(runner.stuck(0.2))
+        taking.join(WAIT_S)
+        assert re.search(r"no unit came within .* s.*source 'plain', shard .*jsonl", found)
+        assert runner.stuck(0) is None
+
+    def test_closing_waits_for_the_unit_in_his_hands(self, mixed_job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        walk(mixed_job, 1, 1)
+        before = self.holdings()
+        runner, errors = self.started(self.make(), mixed_job), list[str]()
+        runner.allow(1, 3)
+        runner.take(WAIT_S)  # a file is open
+
+        def take() -> None:
+            try:
+                runner.take(WAIT_S)
+            except RunnerError as error:
+                errors.append(str(error))
+
+        with self._held(monkeypatch):
+            taking, closing = threading.Thread(target=take), threading.Thread(target=runner.close)
+            taking.start()
+            eventually(lambda: runner.stuck(0) is not None, "it is in the making")
+            closing.start()
+            closing.join(0.2)
+            assert closing.is_alive()
+        for thread in (taking, closing):
+            thread.join(WAIT_S)
+        assert errors == ["the runner is closed and gives no further unit"]
+        assert self.holdings() == before
 
 
 class TestProcesses(RunnerSuite):

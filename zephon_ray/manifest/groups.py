@@ -91,6 +91,11 @@ class SourceManifest:
     def num_groups(self) -> int:
         return int(self.group_starts[-1])
 
+    @property
+    def text_bytes(self) -> int:
+        """Bytes of its texts, as far as they are known unread: as encoded, where they are columns of Parquet, else all that is stored."""
+        return sum(sum(size for _, size in shard.row_groups) if shard.row_groups else shard.size for shard in self.shards)
+
     def group(self, number: int) -> Group:
         """The group of a number in [0, num_groups).
 

@@ -129,6 +129,21 @@ class Runner(ABC):
             RunnerError: none came in time, none is left of those allowed, workers go on dying, or the runner is closed.
         """
 
+    def lend(self) -> bool:
+        """Before the start: make the one who takes a worker, if that spares a thread. He has to call `make_ahead` whenever he has time."""
+        return False
+
+    def make_ahead(self) -> bool:
+        """Make a unit in the thread that takes, where that is a worker; False where there is none to be made now."""
+        return False
+
+    def stuck(self, limit_s: float) -> RunnerError | None:
+        """What is wrong where the thread that takes is a worker, and has been making one unit for longer than `limit_s`.
+
+        That thread cannot watch itself; whoever waits for it can, from any other.
+        """
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """End all threads and processes. It can be called at any time, from any thread, and again."""

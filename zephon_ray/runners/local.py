@@ -117,16 +117,20 @@ class InlineRunner(Runner):
 class _Crew:
     """Worker threads and what they share. It does not know its runner, so that one that was forgotten is collected.
 
+    Where `lent`, worker 0 has no thread: the one who takes is it. What a thread makes for another that waits for it costs a third
+    more than what it makes for itself: both wait for the interpreter, and for caches that the other filled.
+
     Every field is read and changed under one lock. It is reentrant: a collected runner may stop its crew at any moment,
     inside any other method.
     """
 
-    def __init__(self, schedule: Schedule, makers: Sequence[Maker], name: str) -> None:
+    def __init__(self, schedule: Schedule, makers: Sequence[Maker], name: str, *, lent: bool) -> None:
         lock = threading.RLock()
         self._for_workers = threading.Condition(lock)
         self._for_taker = threading.Condition(lock)
         self._schedule = schedule
         self._makers = makers
+        self._lent, self._taker = lent, 0
         self._results: deque[TokenisedUnit | FailedUnit] = deque()
         self._busy: dict[int, tuple[Work, float]] = {}
         self._tally = _Tally()
@@ -135,7 +139,7 @@ class _Crew:
         self._pid = os.getpid()
         self._threads = [
             threading.Thread(target=self._work, args=(worker,), name=f"zephon-{name}-{worker}", daemon=True)
-            for worker in range(len(makers))
+            for worker in range(lent, len(makers))
         ]
 
     def start(self) -> None:
@@ -148,22 +152,57 @@ class _Crew:
         with self._for_workers:
             self._schedule.allow(source, windows)
             self._for_workers.notify_all()
+            self._for_taker.notify()
 
     def take(self, timeout_s: float) -> TokenisedUnit | FailedUnit:
-        with self._for_taker:
-            self._for_taker.wait_for(self._settled, timeout_s)
-            if self._closed:
-                raise nothing_left(closed=True)
-            if self._results:
-                return self._results.popleft()
-            if self._error is not None:
-                raise self._error
-            if not self._schedule.unmade:
-                raise nothing_left(closed=False)
-            raise RunnerError(self._overdue(timeout_s))
+        end = time.monotonic() + timeout_s
+        while True:
+            with self._for_taker:
+                self._for_taker.wait_for(lambda: self._settled() or self._may_make(), end - time.monotonic())
+                if self._closed:
+                    raise nothing_left(closed=True)
+                if self._results:
+                    return self._results.popleft()
+                if self._error is not None:
+                    raise self._error
+                if not self._schedule.unmade:
+                    raise nothing_left(closed=False)
+                if not self._may_make():
+                    raise RunnerError(self._overdue(timeout_s))
+            self.make_ahead()
 
     def _settled(self) -> bool:
         return bool(self._results) or self._closed or self._error is not None or not self._schedule.unmade
+
+    def _may_make(self) -> bool:
+        """The taker is a worker, and has something to make."""
+        return self._lent and self._schedule.has_work(0)
+
+    def make_ahead(self) -> bool:
+        """Make one unit, in the thread that takes, if that is a worker; False where there is none for it."""
+        with self._for_workers:
+            work = self._begin(0) if self._lent else None
+            self._taker = threading.get_ident()
+        if work is None:
+            return False
+        maker = self._makers[0]
+        try:
+            self._deliver(0, work, maker.make(work.task))
+        except Exception as error:  # noqa: BLE001  raised by `take`
+            self._fail(error)
+        finally:
+            with self._for_workers:
+                self._busy.pop(0, None)
+                if self._closed:
+                    maker.close()
+                    self._for_workers.notify_all()
+        return True
+
+    def stuck(self, limit_s: float) -> RunnerError | None:
+        with self._for_workers:
+            busy = self._busy.get(0) if self._lent else None
+            waited = time.monotonic() - busy[1] if busy else 0.0
+            return RunnerError(self._overdue(waited)) if waited > limit_s else None
 
     def _overdue(self, timeout_s: float) -> str:
         now = time.monotonic()
@@ -200,6 +239,12 @@ class _Crew:
         for thread in self._threads:
             if thread.ident is not None and thread is not threading.current_thread():
                 thread.join(max(0.0, end - time.monotonic()))
+        if self._lent:
+            with self._for_workers:
+                if self._taker != threading.get_ident():
+                    self._for_workers.wait_for(lambda: 0 not in self._busy, max(0.0, end - time.monotonic()))
+                if 0 not in self._busy:
+                    self._makers[0].close()
         late = [name_of(work.task) for work, _ in list(self._busy.values())]
         if late:
             _log.warning("closed after %g s while units are still being made, which cannot be stopped: %s", CLOSE_S, "; ".join(late))
@@ -223,12 +268,17 @@ class _Crew:
         """Wait for a unit to make; None at the end."""
         with self._for_workers:
             while not (self._closed or self._error is not None):
-                work = self._schedule.next(worker)
-                if work is not None:
-                    self._busy[worker] = work, time.monotonic()
+                if (work := self._begin(worker)) is not None:
                     return work
                 self._for_workers.wait()
             return None
+
+    def _begin(self, worker: int) -> Work | None:
+        """A unit that the worker is to make now, if there is one."""
+        work = None if self._closed or self._error is not None else self._schedule.next(worker)
+        if work is not None:
+            self._busy[worker] = work, time.monotonic()
+        return work
 
     def _deliver(self, worker: int, work: Work, made: Made) -> None:
         with self._for_workers:
@@ -238,7 +288,7 @@ class _Crew:
                 self._for_workers.notify_all()
             if not self._closed:
                 self._results.append(made.unit)
-                self._for_taker.notify()
+            self._for_taker.notify()
 
     def _fail(self, error: Exception) -> None:
         """Nothing more can be made; what was made can still be taken."""
@@ -264,13 +314,13 @@ class _CrewRunner(Runner):
             raise ValueError(f"workers={workers}: at least 1")
         self._workers = workers
         self._crew: _Crew | None = None
-        self._closed = False
+        self._closed = self._lent = False
 
     def start(self, job: Job, positions: Sequence[Position]) -> None:
         self._refuse_fork()
         refuse_start(self._crew is not None, self._closed)
         schedule = Schedule(job.recipe, job.manifests, positions, self._workers)
-        crew = _Crew(schedule, [self._maker(job.options) for _ in range(self._workers)], self._name)
+        crew = _Crew(schedule, [self._maker(job.options) for _ in range(self._workers)], self._name, lent=self._lent)
         self._pid = os.getpid()
         self._crew = crew
         weakref.finalize(self, crew.stop).atexit = False  # at exit the crew closes itself
@@ -285,6 +335,12 @@ class _CrewRunner(Runner):
 
     def take(self, timeout_s: float) -> TokenisedUnit | FailedUnit:
         return self._started().take(timeout_s)
+
+    def make_ahead(self) -> bool:
+        return self._started().make_ahead()
+
+    def stuck(self, limit_s: float) -> RunnerError | None:
+        return self._started().stuck(limit_s)
 
     def close(self) -> None:
         self._closed = True
@@ -315,6 +371,10 @@ class ThreadsRunner(_CrewRunner):
     def start(self, job: Job, positions: Sequence[Position]) -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         super().start(job, positions)
+
+    def lend(self) -> bool:
+        self._lent = True
+        return True
 
 
 class ProcessesRunner(_CrewRunner):

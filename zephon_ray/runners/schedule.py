@@ -206,6 +206,10 @@ class Schedule:
         self.unmade += len(works)
         self._queues[source].add(works)
 
+    def has_work(self, worker: int) -> bool:
+        """Whether `next` would give the worker a unit."""
+        return any(queue.first(worker) is not None for queue in self._queues)
+
     def next(self, worker: int) -> Work | None:
         """The most urgent unit that a worker may make: the longest allowed, then the lowest source. None: there is none now."""
         firsts = ((queue.first(worker), source) for source, queue in enumerate(self._queues))

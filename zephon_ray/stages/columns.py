@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +15,7 @@ import pyarrow.parquet as pq
 
 from zephon_ray.manifest.shards import units_of
 from zephon_ray.manifest.text_column import TextColumn
+from zephon_ray.stages.arrow_arrays import large_strings, mask, numbers, valid
 from zephon_ray.stages.texts import LeftOut, Texts
 
 _BATCH_ROWS = 1 << 16
@@ -40,8 +43,10 @@ def row_cuts(rows: int, units: int) -> list[int]:
     return [unit * rows // units for unit in range(units + 1)]
 
 
-def parquet_units(file: pq.ParquetFile, column: TextColumn, row_group: int, first_row: int, units: int) -> Generator[RowBlock, None, None]:
-    """The units of a row group, decoded batch by batch: the group is never held whole unless it is one unit.
+def parquet_units(
+    file: pq.ParquetFile, column: TextColumn, row_group: int, first_row: int, units: int, *, whole: bool
+) -> Generator[RowBlock, None, None]:
+    """The units of a row group.
 
     Only the text column is read.
 
@@ -51,11 +56,17 @@ def parquet_units(file: pq.ParquetFile, column: TextColumn, row_group: int, firs
         row_group: number of the row group.
         first_row: rows of the file before it.
         units: how many units it has.
+        whole: decode the group at once, else batch by batch, so that it is never held whole.
     """
     rows = file.metadata.row_group(row_group).num_rows
     cuts = row_cuts(rows, units)
+    columns = [".".join(column.path)]
+    if whole:
+        batches = iter(file.read_row_group(row_group, columns=columns, use_threads=False).to_batches())
+        yield from _given_up_one_by_one(map(column.of, batches), first_row, cuts)
+        return
     batch_rows = min(max(-(-rows // units), 1), _BATCH_ROWS)
-    batches = file.iter_batches(batch_size=batch_rows, row_groups=[row_group], columns=[".".join(column.path)], use_threads=False)
+    batches = file.iter_batches(batch_size=batch_rows, row_groups=[row_group], columns=columns, use_threads=False)
     rest: list[pa.Array] = []
     held = 0
     for unit in range(units):
@@ -69,6 +80,19 @@ def parquet_units(file: pq.ParquetFile, column: TextColumn, row_group: int, firs
         taken, rest = _split(rest, wanted)
         held -= wanted
         yield RowBlock(values=taken, row=first_row + cuts[unit], last=unit == units - 1)
+
+
+def _given_up_one_by_one(decoded: Iterable[pa.Array], first_row: int, cuts: list[int]) -> Iterator[RowBlock]:
+    """Units that were decoded together, copied apart: so the memory of each is free when it was read, and not with the last one."""
+    units, arrays = deque[RowBlock](), list(decoded)
+    del decoded
+    for unit, (first, end) in enumerate(pairwise(cuts)):
+        taken, arrays = _split(arrays, end - first)
+        values = taken if len(cuts) == 2 else [pa.concat_arrays([array]) for array in taken]
+        units.append(RowBlock(values=values, row=first_row + first, last=unit == len(cuts) - 2))
+    del taken, values
+    while units:
+        yield units.popleft()
 
 
 def _split(arrays: list[pa.Array], rows: int) -> tuple[list[pa.Array], list[pa.Array]]:
@@ -105,15 +129,14 @@ def value_sizes(values: pa.Array) -> npt.NDArray[np.int64]:
     if pa.types.is_dictionary(kind):
         words = value_sizes(values.dictionary)
         indices = values.indices.cast(pa.int64())
-        valid = np.asarray(indices.is_valid(), np.bool_)
-        found = words[np.asarray(indices.fill_null(0), np.int64)] if len(words) else np.zeros(len(values), np.int64)
-        return np.where(valid, found, 0)
+        found = words[numbers(indices.fill_null(0), np.int64)] if len(words) else np.zeros(len(values), np.int64)
+        return np.where(valid(indices), found, 0)
     if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
         # A view is 16 bytes, of which the first four are the length; pyarrow has no kernel for it.
         views = np.frombuffer(values.buffers()[1], "<i4").reshape(-1, 4) if len(values) else np.zeros((0, 4), np.int32)
         sizes = views[values.offset : values.offset + len(values), 0].astype(np.int64)
-        return np.where(np.asarray(values.is_valid(), np.bool_), sizes, 0)
-    return np.asarray(pc.fill_null(pc.binary_length(values), 0), np.int64)
+        return np.where(valid(values), sizes, 0)
+    return numbers(pc.fill_null(pc.binary_length(values), 0).cast(pa.int64()), np.int64)
 
 
 def texts_of_rows(block: RowBlock, max_bytes: int, left_out: LeftOut) -> Texts:
@@ -138,7 +161,7 @@ def texts_of_rows(block: RowBlock, max_bytes: int, left_out: LeftOut) -> Texts:
         else:
             empty = int(np.count_nonzero(sizes == 0))
             left_out.empty += empty
-            texts.append(strings.filter(pa.array(sizes > 0)) if empty else strings)
+            texts.append(strings.filter(mask(sizes > 0)) if empty else strings)
         at += len(values)
     return Texts.join(texts)
 
@@ -150,7 +173,7 @@ def _lengths(raw: pa.LargeBinaryArray) -> npt.NDArray[np.int64]:
     offsets = np.frombuffer(raw.buffers()[1], np.int64)[raw.offset : raw.offset + len(raw) + 1]
     sizes = offsets[1:] - offsets[:-1]
     # What lies under a null counts for nothing.
-    return np.where(np.asarray(raw.is_valid(), np.bool_), sizes, 0) if raw.null_count else sizes
+    return np.where(valid(raw), sizes, 0) if raw.null_count else sizes
 
 
 def _checked(raw: pa.LargeBinaryArray) -> pa.LargeStringArray | None:
@@ -179,4 +202,4 @@ def _with_care(
             texts.append(value.decode())
         except UnicodeDecodeError as error:
             left_out.bad_record(place, f"not valid UTF-8: byte 0x{value[error.start]:02x} at {error.start} of the value")
-    return pa.array(texts, pa.large_string())
+    return large_strings(texts)

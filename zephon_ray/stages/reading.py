@@ -38,6 +38,8 @@ Besides, a compressed stream holds pyarrow's buffers of 1.06 MiB, its decoder's 
 together 1.6 MB for gzip and 2.5 MB for zstd at its usual levels. One of Parquet holds a page and up to a unit; one of a mapped record
 batch that is not compressed holds nothing, and of another the whole text column.
 """
+WHOLE_BYTES = 8 << 20
+"""A row group whose text has so many bytes, as encoded, is decoded at once."""
 BUFFERS = 64 << 20
 """Bytes that the streams of a reader share for their buffers. Each takes its share when it is opened, so n streams, 64 < n <= 1024, that
 were opened one after the other hold at most `BUFFERS * (1 + ln(n / 64))`: 167 MiB for 320."""
@@ -221,8 +223,9 @@ class UnitReader:
         footer = self._footer(file, group)
         metadata, column = footer.metadata, footer.column
         _check_row_group(metadata, column, group)
-        # A chunk is fetched whole where the group is one unit anyway, else page by page: pre_buffer would hold all of it.
-        whole = units == 1
+        # A chunk is fetched and decoded whole where the group is one unit anyway, or small: writers cut pages at every thousand rows, so
+        # that one page is all of a small group, and a reader that goes on within it holds it twice. Else it is read page by page.
+        whole = units == 1 or (group.text_size or 0) <= WHOLE_BYTES
         parquet = pq.ParquetFile(
             file,
             metadata=metadata,
@@ -231,7 +234,7 @@ class UnitReader:
             page_checksum_verification=True,
         )
         self.counters.bytes_read += metadata.row_group(group.ordinal).column(column.leaf).total_compressed_size
-        blocks = parquet_units(parquet, column, group.ordinal, footer.first_rows[group.ordinal], units)
+        blocks = parquet_units(parquet, column, group.ordinal, footer.first_rows[group.ordinal], units, whole=whole)
 
         def close() -> None:
             blocks.close()

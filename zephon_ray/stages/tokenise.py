@@ -21,7 +21,6 @@ from zephon_ray.recipe import Recipe
 from zephon_ray.recipe_fields import StorageSpec
 from zephon_ray.stages.engines import encoder_of
 from zephon_ray.stages.engines.base import Encoded, EngineName
-from zephon_ray.stages.engines.hf import load_tokenizer
 from zephon_ray.stages.reading import UnitReader
 from zephon_ray.stages.texts import UnitTexts
 from zephon_ray.stages.unit import TokenisedUnit, UnitTask
@@ -83,15 +82,16 @@ def make_options(recipe: Recipe) -> Options:
         raise RecipeError(
             [f"tokenizer.path={spec.path!r} cannot be read at {recipe.tokenizer_url} ({error.strerror or error}). Name a tokenizer.json."]
         ) from error
-    tokenizer = _load(data, spec.path)
     plain = spec.special_tokens_in_text == "plain"
-    problems: list[str] = []
+    sha256, engine = sha256_hex(data), recipe.execution.engine
+    with _unreadable(spec.path):
+        encoder = encoder_of(data, sha256, plain=plain, engine=engine)
+    tokenizer, problems = encoder.tokenizer, list[str]()
     ids = {name: _special(tokenizer, name, getattr(spec, name), plain, problems) for name in ("bos", "eos", "pad")}
     if problems:
         raise RecipeError(problems)
-    sha256, engine = sha256_hex(data), recipe.execution.engine
     if engine == "fast":
-        encoder_of(data, sha256, plain=plain, engine=engine).prepare()
+        encoder.prepare()
     return Options(
         tokenizer_json=data,
         tokenizer_sha256=sha256,
@@ -106,11 +106,6 @@ def make_options(recipe: Recipe) -> Options:
         token_cache_bytes=recipe.execution.token_cache_bytes,
         only_fill_cache=False,
     )
-
-
-def _load(data: bytes, path: str) -> Tokenizer:
-    with _unreadable(path):
-        return load_tokenizer(data)
 
 
 @contextmanager

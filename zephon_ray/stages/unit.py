@@ -6,13 +6,13 @@ It is the unit of retry, of the token cache and of audit. Nothing here reads or 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from zephon_ray.plan.windows import UnitKey, UnitTask
+from zephon_ray.stages.arrow_arrays import large_strings, mask, numbers, of_numbers
 
 __all__ = ["SCHEMA", "TokenisedUnit", "UnitKey", "UnitTask"]
 
@@ -36,7 +36,8 @@ SCHEMA = pa.schema(
 )
 """The columns of a tokenised unit as one row of Arrow."""
 
-_SCALARS = ("source", "epoch", "group", "unit", "last", "digest", "text_bytes", "bad", "empty", "short", "error")
+_NUMBERS = ("source", "epoch", "group", "unit", "digest", "text_bytes", "bad", "empty", "short")
+_SCALARS = (*_NUMBERS, "last", "error")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -119,11 +120,15 @@ class TokenisedUnit:
 
     def to_arrow(self) -> pa.RecordBatch:
         """One row in `SCHEMA`. The buffers of ids and offsets are shared, not copied."""
-        values: dict[str, Any] = {name: pa.array([getattr(self, name)], SCHEMA.field(name).type) for name in _SCALARS}
-        values["bad_examples"] = pa.array([list(self.bad_examples)], SCHEMA.field("bad_examples").type)
-        for name, array in (("ids", self.ids), ("offsets", self.offsets)):
-            row = pa.array([0, len(array)], pa.int64())
-            values[name] = pa.LargeListArray.from_arrays(row, pa.array(array), type=SCHEMA.field(name).type)
+        error = pa.nulls(1, pa.string()) if self.error is None else large_strings([self.error]).cast(pa.string())
+        values = {"last": mask(np.array([self.last])), "error": error}
+        for name in _NUMBERS:
+            values[name] = of_numbers(np.array([getattr(self, name)], str(SCHEMA.field(name).type)))
+        for name, items in (("ids", of_numbers(self.ids)), ("offsets", of_numbers(self.offsets))):
+            row = of_numbers(np.array([0, len(items)], np.int64))
+            values[name] = pa.LargeListArray.from_arrays(row, items, type=SCHEMA.field(name).type)
+        row = of_numbers(np.array([0, len(self.bad_examples)], np.int32))
+        values["bad_examples"] = pa.ListArray.from_arrays(row, large_strings([*self.bad_examples]).cast(pa.string()))
         return pa.RecordBatch.from_arrays([values[name] for name in SCHEMA.names], schema=SCHEMA)
 
     @staticmethod
@@ -132,7 +137,7 @@ class TokenisedUnit:
         scalars = {name: batch.column(name)[row].as_py() for name in _SCALARS}
         return TokenisedUnit(
             **scalars,
-            ids=batch.column("ids")[row].values.to_numpy(zero_copy_only=True),
-            offsets=batch.column("offsets")[row].values.to_numpy(zero_copy_only=True),
+            ids=numbers(batch.column("ids")[row].values, np.uint32),
+            offsets=numbers(batch.column("offsets")[row].values, np.int64),
             bad_examples=tuple(batch.column("bad_examples")[row].as_py()),
         )

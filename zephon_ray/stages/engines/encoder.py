@@ -8,12 +8,14 @@ is no part of anything that is stored.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 from collections.abc import Callable
 from weakref import WeakValueDictionary
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from zephon_ray.errors import RecipeError
 from zephon_ray.hashing import extend_key64, key64
@@ -58,6 +60,11 @@ class Encoder:
     def engine_name(self) -> str:
         """The engine that makes ids now; before the first unit, the reference."""
         return (self._fast or self._reference).name
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The reference's."""
+        return self._reference.tokenizer
 
     def encode(self, texts: Texts, key: UnitKey) -> tuple[Encoded, bool]:
         """The ids of a unit's texts, and whether the reference had to make them again.
@@ -104,6 +111,7 @@ class Encoder:
                             raise RecipeError([f"execution.engine='fast' cannot be used: {error}. Use auto or hf"]) from error
                         _log.warning("ids are made by %s, which costs some fifty times as much CPU: %s", self._reference.name, error)
                     self._load = None
+                    _give_back()
         return self._fast
 
     def _checked(self, fast: Engine, first: Texts) -> Engine:
@@ -145,6 +153,13 @@ class Encoder:
             " fifty times the CPU. Those before were checked in part only: set execution.engine to hf and verify the run's steps",
             fast.name, what, source, epoch, group, unit, self._reference.name,
         )  # fmt: skip
+
+
+def _give_back() -> None:
+    """To the system what was needed only to load tokenizers, some 50 MB, where the C library is one that can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 _ENCODERS: WeakValueDictionary[tuple[str, bool, EngineName], Encoder] = WeakValueDictionary()

@@ -29,24 +29,27 @@ class HfEngine:
     Args:
         data: the tokenizer file's content.
         plain: control tokens spelled out in a text are ordinary text.
+
+    Attributes:
+        tokenizer: the library's.
     """
 
     def __init__(self, data: bytes, plain: bool) -> None:
         self.name = f"tokenizers {tokenizers.__version__}"
-        self._tokenizer = load_tokenizer(data)
-        self._tokenizer.encode_special_tokens = plain
+        self.tokenizer = load_tokenizer(data)
+        self.tokenizer.encode_special_tokens = plain
 
     @property
     def added_tokens(self) -> list[str]:
         """As they are spelled, by id."""
-        return [token.content for _, token in sorted(self._tokenizer.get_added_tokens_decoder().items())]
+        return [token.content for _, token in sorted(self.tokenizer.get_added_tokens_decoder().items())]
 
     def encode(self, texts: Texts) -> Encoded:
         """The ids of each text."""
         return Encoded.join([self._encode(texts.strings(first, end)) for first, end in texts.chunks(CHUNK_BYTES)])
 
     def _encode(self, strings: list[str]) -> Encoded:
-        batch = self._tokenizer.encode_batch_fast(strings, add_special_tokens=False)
+        batch = self.tokenizer.encode_batch_fast(strings, add_special_tokens=False)
         # The library gives lists of ints; array.array takes them three times faster than numpy or Arrow do.
         ids = [array("I", encoding.ids) for encoding in batch]
         return Encoded(ids=np.frombuffer(b"".join(ids), np.uint32), sizes=np.fromiter(map(len, ids), np.int64, len(ids)))
