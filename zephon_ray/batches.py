@@ -6,7 +6,7 @@ A batch knows nothing of ranks but how to cut itself for them; it is the same fo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -83,13 +83,6 @@ class GlobalStep:
             left_out=self.left_out,
             windows=self.windows,
         )
-
-    def with_rows(self, rows: npt.NDArray[np.int32]) -> GlobalBatch:
-        """The step and its rows, int32 [B, 3, T]."""
-        return GlobalBatch(**{name: getattr(self, name) for name in _OF_STEP}, rows=rows)
-
-
-_OF_STEP = tuple(field.name for field in fields(GlobalStep))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

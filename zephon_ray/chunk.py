@@ -78,7 +78,7 @@ class _End:
         return left
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # not frozen: that makes one three times dearer, and there is one a step
 class StepRows:
     """One step of a lane group.
 

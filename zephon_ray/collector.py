@@ -13,7 +13,7 @@ import numpy as np
 from zephon_ray.batches import GlobalBatch
 from zephon_ray.errors import SourceError
 from zephon_ray.feeding import Want
-from zephon_ray.joining import is_over, join_blocks, step_of
+from zephon_ray.joining import batch_of, is_over, join_blocks
 from zephon_ray.lane_blocks import beginning
 from zephon_ray.lanes import LaneGroup
 from zephon_ray.ledger.line import Recorded
@@ -109,9 +109,9 @@ class Collector:
         rows = np.empty((recipe.global_batch_size, 3, recipe.sequence_length), np.int32)
         blocks = [g.next_step(rows[g.lanes.start * height : g.lanes.stop * height]) for g in self._groups]
         joined = join_blocks(self.state.chain, blocks)
-        step = step_of(joined, *self._supplies.first_used(joined))
-        self.state = step.state
-        return step.with_rows(rows)
+        batch = batch_of(joined, *self._supplies.first_used(joined), rows)
+        self.state = batch.state
+        return batch
 
     def _get_ready(self) -> bool:
         """Feed the groups what they want for the next step; False where the stream is over.

@@ -79,7 +79,7 @@ def split_lanes(lanes: int, groups: int) -> list[range]:
     return [range(i * lanes // groups, (i + 1) * lanes // groups) for i in range(groups)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # not frozen: that makes one three times dearer, and there is one a step
 class LaneBlock:
     """One step of one lane group. Windows are ordinals in the stream's count.
 

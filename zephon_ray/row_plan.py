@@ -37,7 +37,7 @@ class RowPlan:
         step = at // span
         place = segments["lane"] * np.int64(span) + at + step * (step_pairs - span)  # on the line of all steps' pairs
         order = np.argsort(place, kind="stable")
-        self._cell = place[order]
+        cell = place[order]
         self._start, self._length, pool = (segments[name][order] for name in ("start", "pairs", "pool"))
         self._last = line.take(self._start + self._length)
         self._padding = np.flatnonzero(pool == PADDING)
@@ -46,9 +46,13 @@ class RowPlan:
         blocks = np.arange(0, lanes * rows_per_lane, self._block_rows) * row_pairs
         bounds = (np.arange(steps)[:, None] * step_pairs + blocks).ravel()
         self._blocks = len(blocks)
-        self._edges = np.append(np.searchsorted(self._cell, bounds), len(order)).tolist()
+        edges = np.append(np.searchsorted(cell, bounds), len(order))
+        self._edges = edges.tolist()
+        # All that can be made for all blocks at once: each costs as much for the few segments of one.
+        self._cell = cell - np.repeat(bounds, np.diff(edges))  # within its block
+        self._number, self._end = self._cell.astype(np.int32), self._cell + self._length
+        self._first_byte, self._end_byte = self._start * 4, (self._start + self._length) * 4
         self._padding_edges = np.searchsorted(self._padding, self._edges).tolist()
-        self._bounds = bounds.tolist()
         most = self._block_rows * row_pairs
         self._ordinals, self._numbers = np.arange(most), np.arange(most, dtype=np.int32)
         self._ids = np.empty(most + 1, np.int32)
@@ -67,29 +71,29 @@ class RowPlan:
         for block in range(self._blocks):
             at = block * self._block_rows
             self._fill_block(first + block, rows[at : at + self._block_rows])
-        padding = self._padding[self._padding_edges[first] : self._padding_edges[first + self._blocks]]
-        return int(self._length[padding].sum())
+        begin, end = self._padding_edges[first], self._padding_edges[first + self._blocks]
+        return int(self._length[self._padding[begin:end]].sum()) if begin < end else 0
 
     def _fill_block(self, block: int, rows: I32) -> None:
         """Whole rows."""
         of = slice(self._edges[block], self._edges[block + 1])
         shape, pairs = (len(rows), self._row_pairs), len(rows) * self._row_pairs
-        cell, start, length = self._cell[of] - self._bounds[block], self._start[of], self._length[of]
-        np.subtract(self._numbers[:pairs].reshape(shape), np.repeat(cell.astype(np.int32), length).reshape(shape), out=rows[:, 2])
-        short = pairs < len(cell) * SHORT
-        ids = self._gathered(start - cell, length, pairs) if short else self._joined(start, length)
+        length = self._length[of]
+        np.subtract(self._numbers[:pairs].reshape(shape), self._number[of].repeat(length).reshape(shape), out=rows[:, 2])
+        short = pairs < len(length) * SHORT
+        ids = self._gathered(self._start[of] - self._cell[of], length, pairs) if short else self._joined(of)
         rows[:, 0] = ids[:-1].reshape(shape)
         # Labels are the inputs one place on, but for each segment's last.
-        ids[cell + length] = self._last[of]
-        for padding in self._padding[self._padding_edges[block] : self._padding_edges[block + 1]].tolist():
-            begin = self._cell[padding] - self._bounds[block]
-            ids[begin + 1 : begin + self._length[padding]] = IGNORE
+        ids[self._end[of]] = self._last[of]
+        first, end = self._padding_edges[block], self._padding_edges[block + 1]
+        for padding in self._padding[first:end].tolist() if first < end else ():
+            ids[self._cell[padding] + 1 : self._end[padding]] = IGNORE
         rows[:, 1] = ids[1:].reshape(shape)
 
-    def _joined(self, start: npt.NDArray[np.int64], length: npt.NDArray[np.int64]) -> I32:
+    def _joined(self, of: slice) -> I32:
         """A copy a segment: the least work where they are long. One id more than pairs, to be written over."""
         line = self._bytes
-        parts = [line[first:end] for first, end in zip((start * 4).tolist(), ((start + length) * 4).tolist(), strict=True)]
+        parts = [line[first:end] for first, end in zip(self._first_byte[of].tolist(), self._end_byte[of].tolist(), strict=True)]
         return np.frombuffer(bytearray().join([*parts, line[:4]]), np.int32)
 
     def _gathered(self, shift: npt.NDArray[np.int64], length: npt.NDArray[np.int64], pairs: int) -> I32:

@@ -124,8 +124,10 @@ class Supplies(Generic[U]):
 
     def first_used(self, step: JoinedStep) -> tuple[Mapping[int, tuple[WindowUse, ...]], Mapping[int, LeftOutCounts]]:
         """By source, the windows that a step is the first to use, and what was left out of them; steps in order."""
-        windows, left_out = {}, {}
+        windows, left_out = dict[int, tuple[WindowUse, ...]](), dict[int, LeftOutCounts]()
         newest = np.maximum(step.used_before, step.used)
+        if not (newest > self._used).any():
+            return windows, left_out
         for source in np.flatnonzero(newest > self._used).tolist():
             supply = self._of[source]
             supply.skip_used(int(step.used_before[source]))
