@@ -229,7 +229,7 @@ class UnitReader:
         parquet = pq.ParquetFile(
             file,
             metadata=metadata,
-            pre_buffer=whole,
+            pre_buffer=False,  # it reads in another thread, which is dearer, and a chunk is one range anyway
             buffer_size=0 if whole else self._buffer,
             page_checksum_verification=True,
         )

@@ -16,10 +16,6 @@ I64 = npt.NDArray[np.int64]
 
 EngineName = Literal["auto", "hf", "fast"]
 
-CHUNK_BYTES = 1 << 18
-"""Bytes of text that an engine works on at a time: what it needs besides stays in the cache, or at least small (the reference takes
-about a hundred times the text's ids)."""
-
 
 class EngineUnfitError(Exception):
     """An engine cannot be had, or does not know this tokenizer; says why. It never leaves the package."""

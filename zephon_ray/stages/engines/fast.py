@@ -10,11 +10,15 @@ from importlib.metadata import version
 
 import numpy as np
 
-from zephon_ray.stages.engines.base import CHUNK_BYTES, I64, Encoded, EngineUnfitError
+from zephon_ray.stages.engines.base import I64, Encoded, EngineUnfitError
 from zephon_ray.stages.texts import Texts
 
 LEAST_VERSION = (0, 3, 5)
 """Releases before it gave ids that depended on the text before (a whitespace run at the end of a shared beginning of 4 KiB)."""
+
+
+CHUNK_BYTES = 2 << 20
+"""Bytes of text that it is given at a time. A call has its price, and needs little memory besides: a unit of the usual size is one."""
 
 
 class FastEngine:

@@ -7,8 +7,11 @@ from array import array
 import numpy as np
 import tokenizers
 
-from zephon_ray.stages.engines.base import CHUNK_BYTES, Encoded
+from zephon_ray.stages.engines.base import Encoded
 from zephon_ray.stages.texts import Texts
+
+CHUNK_BYTES = 1 << 18
+"""Bytes of text that it is given at a time: it takes about a hundred times the memory of the text's ids."""
 
 
 def load_tokenizer(data: bytes) -> tokenizers.Tokenizer:
