@@ -142,6 +142,28 @@ def test_a_large_row_group_is_streamed_and_never_held_whole(tmp_path: Path) -> N
     assert pa.total_allocated_bytes() - before < 1 << 20
 
 
+@pytest.mark.parametrize("first", [0, 5])
+def test_of_a_small_row_group_only_what_was_not_read_is_held(tmp_path: Path, first: int) -> None:
+    """Its only page is all of it, and a reader that goes on within it would hold it twice until its end."""
+    rng = np.random.default_rng(1)
+    texts = [rng.bytes(2000).hex() for _ in range(1000)]  # 4 MB
+    put(tmp_path / "a.parquet", as_parquet(texts, compression="zstd", row_group_size=1000))
+    recipe = a_source(tmp_path, "a.parquet", unit_bytes=400_000)
+    group = manifest_of(recipe).group(0)
+    reader = UnitReader(Storage(recipe.execution.storage), 1 << 20, fail=True)
+    before, got = pa.total_allocated_bytes(), []
+    for unit in range(first, group.units or 0):
+        read = reader.read(UnitTask(group=group, epoch=0, unit=unit))
+        got += read.texts.strings()
+        left = 4_000 * (1000 - len(got) - first * 1000 // (group.units or 1))
+        assert pa.total_allocated_bytes() - before <= left + read.texts.nbytes + 100_000
+    assert got == texts[first * 1000 // (group.units or 1) :]
+    assert reader.counters.skipped_bytes == 4_000 * (1000 - len(got))
+    reader.close()
+    del read
+    assert pa.total_allocated_bytes() - before < 1000
+
+
 def test_a_damaged_page_is_refused_by_name(tmp_path: Path) -> None:
     data = bytearray(as_parquet([f"text {i}" * 20 for i in range(3000)], compression="zstd", write_page_checksum=True))
     data[300:340] = bytes(40)

@@ -9,9 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 import zephon_ray
+from tests.reading import as_arrow, as_parquet, gz, json_lines, put
+from tests.small import fields
 
 PUBLIC = [
     "BadRecordError",
@@ -107,6 +110,30 @@ def test_the_process_of_a_worker_does_not_load_what_others_need(module: str, wit
     loaded = json.loads(_python(f"import sys, json, {module}; print(json.dumps(sorted(sys.modules)))").stdout)
     assert module in loaded
     assert without & set(loaded) == set()
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_stream_does_not_load_pandas(tmp_path: Path, cached: bool) -> None:
+    """It is 50 MB and a third of a second in each process that reads; pyarrow imports it for many things, where it is installed."""
+    pytest.importorskip("pandas")
+    texts = [*("a text" * i for i in range(1, 50)), "", None, *("noch einer, größer " * i for i in range(1, 50))]
+    put(tmp_path / "rows" / "a.parquet", as_parquet(texts, row_group_size=40))
+    put(tmp_path / "batches" / "a.arrow", as_arrow(pa.record_batch({"text": pa.array(texts).dictionary_encode()})))
+    put(tmp_path / "lines" / "a.jsonl", json_lines(texts[:49]))
+    put(tmp_path / "packed" / "a.jsonl.gz", gz(json_lines(texts[:49])))
+    execution = {"runner": "threads", "token_cache": str(tmp_path / "cache")} if cached else {"runner": "threads"}
+    sources = {name: {"epochs": 1} for name in ("rows", "batches", "lines", "packed")}
+    (tmp_path / "recipe.json").write_text(json.dumps(fields(sources, execution=execution, on_bad_record="skip")))
+    code = (
+        "import sys, zephon_ray\n"
+        f"for _ in range({1 + cached}):\n"
+        f"    with zephon_ray.Loader({str(tmp_path / 'recipe.json')!r}, runner='threads') as loader:\n"
+        "        steps = sum(1 for _ in loader)\n"
+        "print(steps, 'pandas' in sys.modules)"
+    )
+    done = _python(code)
+    steps, loaded = done.stdout.split() or ("0", done.stderr)
+    assert (int(steps) > 10, loaded) == (True, "False"), done.stderr
 
 
 @pytest.mark.parametrize(("given", "kept"), [(None, "1000"), ("5", "5")])

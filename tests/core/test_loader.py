@@ -15,9 +15,11 @@ import psutil
 import pytest
 
 from tests.small import a_recipe, documents, fields, write_lines
+from zephon_ray import supplies
 from zephon_ray.errors import BadRecordError, RecipeError, RunnerError, SourceError, UserError
 from zephon_ray.loader import Loader
 from zephon_ray.recipe import Recipe, recipe_from_dict
+from zephon_ray.stages.unit import TokenisedUnit
 from zephon_ray.stream import Stream
 
 pytestmark = pytest.mark.xdist_group("processes")  # it looks at all threads and children of this process: no cluster
@@ -355,3 +357,23 @@ def test_a_loader_is_pickled_before_use_and_not_while_in_use(tmp_path: Path) -> 
         assert digests(other, 3) == digests(loader, 3)
         with pytest.raises(TypeError, match="state_dict"):
             pickle.dumps(loader)
+
+
+def test_a_source_larger_than_the_memory_for_small_ones_is_never_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = a_recipe(tmp_path, {"a": {"epochs": 3}})
+    stored = sum(path.stat().st_size for path in (tmp_path / "a").iterdir())
+    owned, kept, made = TokenisedUnit.owned, list[int](), list[int]()
+
+    def counted(unit: TokenisedUnit) -> TokenisedUnit:
+        kept[-1] += 1
+        return owned(unit)
+
+    monkeypatch.setattr(TokenisedUnit, "owned", counted)
+    for limit in (8 * stored, stored - 1):
+        monkeypatch.setattr(supplies, "MEMORY_BYTES", limit)
+        kept.append(0)
+        with Loader(recipe, runner="inline") as loader:
+            assert sum(1 for _ in loader) > 10
+            made.append(loader.stats().units)
+    assert kept == [made[0], 0], "every unit once; and none of a source that is known to be too large"
+    assert made[1] == 3 * made[0]

@@ -15,7 +15,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 def numbers(array: pa.Array, dtype: type[N]) -> npt.NDArray[N]:
-    """The values of a fixed-width array without nulls, [n], not copied.
+    """The values of a fixed-width array, [n], not copied; under nulls lies anything.
 
     Args:
         array: of a type as wide as `dtype`.

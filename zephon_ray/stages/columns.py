@@ -128,15 +128,19 @@ def value_sizes(values: pa.Array) -> npt.NDArray[np.int64]:
         return np.zeros(len(values), np.int64)
     if pa.types.is_dictionary(kind):
         words = value_sizes(values.dictionary)
-        indices = values.indices.cast(pa.int64())
-        found = words[numbers(indices.fill_null(0), np.int64)] if len(words) else np.zeros(len(values), np.int64)
-        return np.where(valid(indices), found, 0)
+        indices = _numbers_or_0(values.indices.cast(pa.int64()))
+        return np.where(valid(values), words[indices], 0) if len(words) else np.zeros(len(values), np.int64)
     if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
         # A view is 16 bytes, of which the first four are the length; pyarrow has no kernel for it.
         views = np.frombuffer(values.buffers()[1], "<i4").reshape(-1, 4) if len(values) else np.zeros((0, 4), np.int32)
         sizes = views[values.offset : values.offset + len(values), 0].astype(np.int64)
         return np.where(valid(values), sizes, 0)
-    return numbers(pc.fill_null(pc.binary_length(values), 0).cast(pa.int64()), np.int64)
+    return _numbers_or_0(pc.binary_length(values).cast(pa.int64()))
+
+
+def _numbers_or_0(array: pa.Int64Array) -> npt.NDArray[np.int64]:
+    """0 for null, under which anything may lie."""
+    return np.where(valid(array), numbers(array, np.int64), 0) if array.null_count else numbers(array, np.int64)
 
 
 def texts_of_rows(block: RowBlock, max_bytes: int, left_out: LeftOut) -> Texts:

@@ -35,8 +35,8 @@ MOST_BUFFER, LEAST_BUFFER = 1 << 20, 1 << 16
 """Bytes that a stream asks the store for at a time, and holds: as many as its share of `BUFFERS`, within these limits.
 
 Besides, a compressed stream holds pyarrow's buffers of 1.06 MiB, its decoder's window, and what was decoded beyond a unit, up to 256 KiB:
-together 1.6 MB for gzip and 2.5 MB for zstd at its usual levels. One of Parquet holds a page and up to a unit; one of a mapped record
-batch that is not compressed holds nothing, and of another the whole text column.
+together 1.6 MB for gzip and 2.5 MB for zstd at its usual levels. One of Parquet holds a page and up to a unit, or of a small row group
+the units that were not read yet; one of a mapped record batch that is not compressed holds nothing, and of another the whole text column.
 """
 WHOLE_BYTES = 8 << 20
 """A row group whose text has so many bytes, as encoded, is decoded at once."""
