@@ -48,19 +48,20 @@ class Prefetch:
 
     def _run(self) -> None:
         while not (self._over or self._closed):
-            made: GlobalBatch | BaseException | None
             try:
-                made = self._make()
+                if self._put(self._make()):
+                    self._wait_for_room()
             except BaseException as error:  # noqa: BLE001 (handed to the one who takes, who raises it)
-                made = error
-            with self._changed:
-                self._ready.append(made)
-                self._over = not isinstance(made, GlobalBatch)
-                if self._over or len(self._ready) >= self._enough:
-                    self._changed.notify_all()
-                full = len(self._ready) >= self._depth
-            if full:
-                self._wait_for_room()
+                self._put(error)
+
+    def _put(self, made: GlobalBatch | BaseException | None) -> bool:
+        """Hand over what was made; True where nothing more may be made now."""
+        with self._changed:
+            self._ready.append(made)
+            self._over = not isinstance(made, GlobalBatch)
+            if self._over or len(self._ready) >= self._enough:
+                self._changed.notify_all()
+            return len(self._ready) >= self._depth
 
     def _wait_for_room(self) -> None:
         """Return when half of what was made is taken, so that nobody is woken for each batch."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
 from functools import partial
 
@@ -129,8 +130,9 @@ def check_address(runner: str, address: str | None) -> None:
 
 
 def _close(runner: Runner, prefetch: Prefetch | None) -> None:
+    end = time.monotonic() + _CLOSE_S
     if prefetch:
         prefetch.close()
     runner.close()
     if prefetch:
-        prefetch.join(_CLOSE_S)
+        prefetch.join(max(0.0, end - time.monotonic()))  # nothing, where the runner has waited for that thread in vain

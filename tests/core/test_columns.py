@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.reading import a_source, as_arrow, as_parquet, flat, manifest_of, put, read_texts, read_units
 from zephon_ray.errors import SourceError
+from zephon_ray.stages import reading
 from zephon_ray.stages.columns import value_sizes
 from zephon_ray.stages.reading import UnitReader
 from zephon_ray.stages.texts import Texts
@@ -162,6 +165,77 @@ def test_of_a_small_row_group_only_what_was_not_read_is_held(tmp_path: Path, fir
     reader.close()
     del read
     assert pa.total_allocated_bytes() - before < 1000
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "unit_bytes"), [(3, 1), (40, 60), (40, 400)])
+def test_small_row_groups_give_what_large_ones_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, rows: int, unit_bytes: int
+) -> None:
+    texts = [None if i % 7 == 3 else "" if i % 5 == 2 else f"größer {i % 9} " * (i % 6 + 1) for i in range(rows)]
+    put(tmp_path / "a.parquet", as_parquet(of_kind(texts, kind)))
+    recipe = a_source(tmp_path, "a.parquet", unit_bytes=unit_bytes)
+    small = read_units(recipe)
+    monkeypatch.setattr(reading, "SMALL_BYTES", -1)
+    assert len(small[0]) > 1
+    for a, b in zip(small[0], read_units(recipe)[0], strict=True):
+        assert a.to_arrow().equals(b.to_arrow())
+
+
+def test_a_small_row_group_that_is_large_when_decoded_is_not_held_whole(tmp_path: Path) -> None:
+    words = [chr(97 + i) * 20_000 for i in range(20)]
+    put(tmp_path / "a.parquet", as_parquet(words * 200, row_group_size=4000))  # 80 MB, encoded in half of one
+    recipe = a_source(tmp_path, "a.parquet", unit_bytes=20_000)
+    group = manifest_of(recipe).group(0)
+    assert (group.text_size or 0) < 1 << 20
+    reader = UnitReader(Storage(recipe.execution.storage), 1 << 20, fail=True)
+    before, most, rows = pa.total_allocated_bytes(), 0, 0
+    for unit in range(group.units or 0):
+        read = reader.read(UnitTask(group=group, epoch=0, unit=unit))
+        rows, most = rows + len(read.texts), max(most, pa.total_allocated_bytes() - before)
+        assert set(read.texts.strings()) <= set(words)
+    assert rows == 4000
+    assert most < 3 * 16 << 20
+    reader.close()
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_row_group_that_ends_too_early_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool) -> None:
+    put(tmp_path / "a.parquet", as_parquet([f"text {i} " * 20 for i in range(100)]))
+    monkeypatch.setattr(reading, "SMALL_BYTES", 0 if large else 1 << 20)
+    iter_batches = pq.ParquetFile.iter_batches
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda *args, **named: itertools.islice(iter_batches(*args, **named), 3))
+    with pytest.raises(
+        SourceError, match=r"'web', shard a\.parquet: group 0, unit [34] cannot be read: row group 0 ends before its 100 rows"
+    ):
+        read_units(a_source(tmp_path, "a.parquet", unit_bytes=3000))
+
+
+def test_damage_late_in_a_small_row_group_is_told_of_its_unit(tmp_path: Path) -> None:
+    texts = [np.random.default_rng(i).bytes(300).hex() for i in range(500)]
+    options = {
+        "compression": "zstd",
+        "write_page_checksum": True,
+        "use_dictionary": False,
+        "data_page_size": 10_000,
+        "write_batch_size": 10,
+    }
+    data = bytearray(as_parquet(texts, **options))
+    at = len(data) * 8 // 10
+    data[at : at + 20] = bytes(20)
+    put(tmp_path / "a.parquet", bytes(data))
+    recipe = a_source(tmp_path, "a.parquet", unit_bytes=30_000)
+    group, reader = manifest_of(recipe).group(0), UnitReader(Storage(a_source(tmp_path, "a.parquet").execution.storage), 1 << 20, fail=True)
+    got, units = list[str](), range(group.units or 0)
+
+    def read_all() -> None:
+        for unit in units:
+            got.extend(reader.read(UnitTask(group=group, epoch=0, unit=unit)).texts.strings())
+
+    with pytest.raises(SourceError, match=r"group 0, unit ([7-9]|1\d) cannot be read"):
+        read_all()
+    assert got == texts[: len(got)]
+    assert len(got) > 250
 
 
 def test_a_damaged_page_is_refused_by_name(tmp_path: Path) -> None:

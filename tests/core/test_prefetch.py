@@ -115,6 +115,19 @@ def test_while_nothing_is_to_be_made_it_does_what_else_there_is_until_that_is_do
         eventually(lambda: make.made == 2 * DEPTH - DEPTH // 2, "and goes on when there is room")
 
 
+def test_an_error_while_it_does_something_else_comes_after_the_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any class: a tokenizer's panic is no Exception."""
+
+    def rest() -> bool:
+        raise KeyboardInterrupt("panic")
+
+    with started(Maker(100), rest) as made:
+        assert [step(made.take()) for _ in range(DEPTH)] == [*range(1, DEPTH + 1)]
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt, match="panic"):
+                made.take()
+
+
 def test_room_is_seen_while_it_does_something_else() -> None:
     make = Maker(100)
     with started(make, lambda: True) as made:

@@ -18,6 +18,7 @@ from zephon_ray.runners.base import FailedUnit, Job, Runner, RunnerStats, name_o
 from zephon_ray.runners.makers import InChild, Interrupted, InThread, Maker
 from zephon_ray.runners.schedule import Schedule, Work
 from zephon_ray.runners.worker import Made
+from zephon_ray.stages.engines import let_go
 from zephon_ray.stages.unit import TokenisedUnit
 
 CLOSE_S = 60.0
@@ -382,3 +383,7 @@ class ProcessesRunner(_CrewRunner):
 
     _name = "process"
     _maker = InChild
+
+    def start(self, job: Job, positions: Sequence[Position]) -> None:
+        super().start(job, positions)
+        let_go()

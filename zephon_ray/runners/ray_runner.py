@@ -31,6 +31,7 @@ from zephon_ray.runners.ray_data import Given, Read, Wave, fault_of_ours, fetch
 from zephon_ray.runners.ray_demand import Demand
 from zephon_ray.runners.ray_mailbox import Mailbox
 from zephon_ray.runners.ray_worker import Entry
+from zephon_ray.stages.engines import let_go
 from zephon_ray.stages.unit import TokenisedUnit
 
 TASK_BYTES = 32 << 20
@@ -435,6 +436,7 @@ class RayRunner(Runner):
         self._pid, self._core = os.getpid(), core
         weakref.finalize(self, core.close)
         core.start()
+        let_go()
 
     def allow(self, source: int, windows: int) -> None:
         self._started().allow(source, windows)

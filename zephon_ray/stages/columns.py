@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -44,7 +44,7 @@ def row_cuts(rows: int, units: int) -> list[int]:
 
 
 def parquet_units(
-    file: pq.ParquetFile, column: TextColumn, row_group: int, first_row: int, units: int, *, whole: bool
+    file: pq.ParquetFile, column: TextColumn, row_group: int, first_row: int, units: int, *, ahead_bytes: int = 0
 ) -> Generator[RowBlock, None, None]:
     """The units of a row group.
 
@@ -56,43 +56,52 @@ def parquet_units(
         row_group: number of the row group.
         first_row: rows of the file before it.
         units: how many units it has.
-        whole: decode the group at once, else batch by batch, so that it is never held whole.
+        ahead_bytes: so much is decoded when the first unit is taken, beside that; else the group is decoded unit by unit.
     """
     rows = file.metadata.row_group(row_group).num_rows
-    cuts = row_cuts(rows, units)
-    columns = [".".join(column.path)]
-    if whole:
-        batches = iter(file.read_row_group(row_group, columns=columns, use_threads=False).to_batches())
-        yield from _given_up_one_by_one(map(column.of, batches), first_row, cuts)
-        return
     batch_rows = min(max(-(-rows // units), 1), _BATCH_ROWS)
-    batches = file.iter_batches(batch_size=batch_rows, row_groups=[row_group], columns=columns, use_threads=False)
+    batches = file.iter_batches(batch_size=batch_rows, row_groups=[row_group], columns=[".".join(column.path)], use_threads=False)
+    found = _units(map(column.of, batches), row_group, first_row, row_cuts(rows, units))
+    return _ahead(found, ahead_bytes) if ahead_bytes else found
+
+
+def _units(arrays: Iterator[pa.Array], row_group: int, first_row: int, cuts: list[int]) -> Generator[RowBlock, None, None]:
+    """Values that come in any pieces, cut."""
     rest: list[pa.Array] = []
     held = 0
-    for unit in range(units):
-        wanted = cuts[unit + 1] - cuts[unit]
-        while held < wanted:
-            batch = next(batches, None)
-            if batch is None:
-                raise pa.ArrowInvalid(f"row group {row_group} ends before its {rows} rows")
-            rest.append(column.of(batch))
-            held += len(rest[-1])
-        taken, rest = _split(rest, wanted)
-        held -= wanted
-        yield RowBlock(values=taken, row=first_row + cuts[unit], last=unit == units - 1)
-
-
-def _given_up_one_by_one(decoded: Iterable[pa.Array], first_row: int, cuts: list[int]) -> Iterator[RowBlock]:
-    """Units that were decoded together, copied apart: so the memory of each is free when it was read, and not with the last one."""
-    units, arrays = deque[RowBlock](), list(decoded)
-    del decoded
     for unit, (first, end) in enumerate(pairwise(cuts)):
-        taken, arrays = _split(arrays, end - first)
-        values = taken if len(cuts) == 2 else [pa.concat_arrays([array]) for array in taken]
-        units.append(RowBlock(values=values, row=first_row + first, last=unit == len(cuts) - 2))
-    del taken, values
-    while units:
-        yield units.popleft()
+        while held < end - first:
+            array = next(arrays, None)
+            if array is None:
+                raise pa.ArrowInvalid(f"row group {row_group} ends before its {cuts[-1]} rows")
+            rest.append(array)
+            held += len(array)
+        taken, rest = _split(rest, end - first)
+        held -= end - first
+        yield RowBlock(values=taken, row=first_row + first, last=unit == len(cuts) - 2)
+
+
+def _ahead(units: Iterator[RowBlock], size: int) -> Generator[RowBlock, None, None]:
+    """The same, decoded before the first is taken until they hold `size` bytes. Each has memory of its own, which is free when it was
+    read; that of the decoder is when it has come to its end. A fault is raised where it is, not where it was found.
+    """
+    held, fault = deque[RowBlock](), None
+    try:
+        for unit in units:
+            values = [array.cast(pa.large_binary()) for array in unit.values]
+            values = [pa.concat_arrays(values)] if values else []
+            held.append(replace(unit, values=values))
+            size -= sum(array.nbytes for array in values)
+            if size <= 0:
+                break
+    except (OSError, pa.ArrowException) as error:
+        fault = error
+    unit, values = RowBlock(values=[], row=0, last=False), []  # they hold the last one's memory
+    while held:
+        yield held.popleft()
+    if fault is not None:
+        raise fault
+    yield from units
 
 
 def _split(arrays: list[pa.Array], rows: int) -> tuple[list[pa.Array], list[pa.Array]]:

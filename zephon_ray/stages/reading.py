@@ -38,8 +38,9 @@ Besides, a compressed stream holds pyarrow's buffers of 1.06 MiB, its decoder's 
 together 1.6 MB for gzip and 2.5 MB for zstd at its usual levels. One of Parquet holds a page and up to a unit, or of a small row group
 the units that were not read yet; one of a mapped record batch that is not compressed holds nothing, and of another the whole text column.
 """
-WHOLE_BYTES = 8 << 20
-"""A row group whose text has so many bytes, as encoded, is decoded at once."""
+SMALL_BYTES = 8 << 20
+"""A row group whose text has so many bytes, as encoded, is decoded at once; but not more than twice as many of it, since a dictionary may
+stand for any number."""
 BUFFERS = 64 << 20
 """Bytes that the streams of a reader share for their buffers. Each takes its share when it is opened, so n streams, 64 < n <= 1024, that
 were opened one after the other hold at most `BUFFERS * (1 + ln(n / 64))`: 167 MiB for 320."""
@@ -223,18 +224,19 @@ class UnitReader:
         footer = self._footer(file, group)
         metadata, column = footer.metadata, footer.column
         _check_row_group(metadata, column, group)
-        # A chunk is fetched and decoded whole where the group is one unit anyway, or small: writers cut pages at every thousand rows, so
-        # that one page is all of a small group, and a reader that goes on within it holds it twice. Else it is read page by page.
-        whole = units == 1 or (group.text_size or 0) <= WHOLE_BYTES
+        # A chunk is fetched whole where the group is one unit anyway, or small, else page by page. And a small one is decoded at once:
+        # writers cut pages at every thousand rows, so that one page is all of it, and a decoder within it holds all twice.
+        small = (group.text_size or 0) <= SMALL_BYTES
         parquet = pq.ParquetFile(
             file,
             metadata=metadata,
             pre_buffer=False,  # it reads in another thread, which is dearer, and a chunk is one range anyway
-            buffer_size=0 if whole else self._buffer,
+            buffer_size=0 if units == 1 or small else self._buffer,
             page_checksum_verification=True,
         )
         self.counters.bytes_read += metadata.row_group(group.ordinal).column(column.leaf).total_compressed_size
-        blocks = parquet_units(parquet, column, group.ordinal, footer.first_rows[group.ordinal], units, whole=whole)
+        ahead = 2 * SMALL_BYTES if small and units > 1 else 0
+        blocks = parquet_units(parquet, column, group.ordinal, footer.first_rows[group.ordinal], units, ahead_bytes=ahead)
 
         def close() -> None:
             blocks.close()

@@ -4,6 +4,6 @@
 `Encoder` checks it before its first unit, samples it ever after, and makes a unit again with the reference where the two differ.
 """
 
-from zephon_ray.stages.engines.encoder import Encoder, encoder_of
+from zephon_ray.stages.engines.encoder import Encoder, encoder_of, let_go
 
-__all__ = ["Encoder", "encoder_of"]
+__all__ = ["Encoder", "encoder_of", "let_go"]

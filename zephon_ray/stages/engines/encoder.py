@@ -12,6 +12,7 @@ import ctypes
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -157,9 +158,8 @@ class Encoder:
 
 def _give_back() -> None:
     """To the system what was needed only to load tokenizers, some 50 MB, where the C library is one that can."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    with suppress(OSError, TypeError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 _ENCODERS: WeakValueDictionary[tuple[str, bool, EngineName], Encoder] = WeakValueDictionary()
@@ -186,3 +186,10 @@ def encoder_of(data: bytes, sha256: str, *, plain: bool, engine: EngineName) -> 
             _ENCODERS[key] = encoder
         _NEWEST[:] = [encoder]
         return encoder
+
+
+def let_go() -> None:
+    """Units are made in other processes: a tokenizer that was loaded to look at it is not needed here."""
+    with _LOADING:
+        _NEWEST.clear()
+    _give_back()
