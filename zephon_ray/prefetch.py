@@ -13,8 +13,8 @@ from collections.abc import Callable
 from zephon_ray.batches import GlobalBatch
 from zephon_ray.errors import RunnerError
 
-ALL_S = 0.01
-"""Who finds nothing waits so long at most for as many batches as are made ahead: to be woken for each costs as much as a small one."""
+HALF_S = 0.005
+"""Who finds nothing waits so long at most for half of what may be made ahead: to be woken for each batch costs as much as a small one."""
 WATCH_S = 60.0
 """How often the one who waits looks whether the thread is stuck."""
 
@@ -38,7 +38,7 @@ class Prefetch:
         watch: Callable[[], Exception | None],
     ) -> None:
         self._make, self._depth, self._rest, self._watch = make, depth, rest, watch
-        self._half, self._enough = depth // 2, depth
+        self._half = self._enough = depth // 2
         self._ready: deque[GlobalBatch | BaseException | None] = deque()
         self._over = self._closed = False
         self._changed = threading.Condition()
@@ -95,15 +95,15 @@ class Prefetch:
         return made
 
     def _wait_for_batch(self) -> None:
-        """For all at once, for a moment; then for one."""
-        self._changed.wait_for(lambda: self._over or self._closed or len(self._ready) >= self._depth, ALL_S)
+        """For half of all at once, for a moment; then for one."""
+        self._changed.wait_for(lambda: self._over or self._closed or len(self._ready) >= self._half, HALF_S)
         self._enough = 1
         try:
             while not self._changed.wait_for(lambda: self._ready or self._closed, WATCH_S):
                 if (error := self._watch()) is not None:
                     raise error
         finally:
-            self._enough = self._depth
+            self._enough = self._half
 
     def close(self) -> None:
         """Stop; the thread ends with the batch that it is making."""
