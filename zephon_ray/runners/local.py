@@ -118,8 +118,8 @@ class InlineRunner(Runner):
 class _Crew:
     """Worker threads and what they share. It does not know its runner, so that one that was forgotten is collected.
 
-    Where `lent`, worker 0 has no thread: the one who takes is it. What a thread makes for another that waits for it costs a third
-    more than what it makes for itself: both wait for the interpreter, and for caches that the other filled.
+    Where `lent`, worker 0 has no thread: the one who takes is it. What a thread makes for another that waits for it costs a fifth
+    to two fifths more than what it makes for itself: both wait for the interpreter, and for caches that the other filled.
 
     Every field is read and changed under one lock. It is reentrant: a collected runner may stop its crew at any moment,
     inside any other method.
