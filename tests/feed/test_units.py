@@ -13,7 +13,7 @@ import pytest
 from zephon_ray.errors import SourceError
 from zephon_ray.feed.units import Facts, Place, Shelf, UnitRef, copied, describe, refer, unit_at
 from zephon_ray.runners.base import FailedUnit
-from zephon_ray.runners.ray_worker import BLOCK_BYTES, _row, batch_of, packed
+from zephon_ray.runners.ray_worker import BLOCK_BYTES, batch_of, packed
 from zephon_ray.runners.worker import Effort, Made
 from zephon_ray.stages.unit import TokenisedUnit
 
@@ -28,7 +28,7 @@ def a_unit(number: int, ids: int = 100) -> TokenisedUnit:
 
 
 def a_block(units: list[TokenisedUnit | FailedUnit]) -> pa.Table:
-    (table,) = packed(_row(Made(unit=unit, effort=Effort(skipped_bytes=number))) for number, unit in enumerate(units))
+    (table,) = packed(Made(unit=unit, effort=Effort(skipped_bytes=number)) for number, unit in enumerate(units))
     return table
 
 
@@ -50,12 +50,12 @@ def test_a_description_says_all_but_the_arrays_and_the_row_leads_back_to_the_uni
 
 
 def test_rows_are_copied_into_blocks_of_a_bounded_size_that_share_no_buffer() -> None:
-    units = [a_unit(number, ids=400_000) for number in range(5)]
+    units = [a_unit(number, ids=800_000) for number in range(5)]
     blocks = [a_block([units[0], units[1]]), a_block([units[2], units[3]]), a_block([units[4]])]
     new = list(copied([(blocks[1], 1), (blocks[0], 0), (blocks[2], 0)]))
     assert [batch_of(table).num_rows for table in new] == [2, 1]
     assert [table.num_rows for table in new] == [1, 1], "Ray Data makes an object of each row"
-    assert all(table.nbytes <= BLOCK_BYTES for table in new)
+    assert all(unit_at(table, 0).ids.nbytes * batch_of(table).num_rows <= BLOCK_BYTES for table in new)
     found = [unit_at(new[0], 0), unit_at(new[0], 1), unit_at(new[1], 0)]
     assert [unit.group for unit in found] == [3, 0, 4]
     for unit in found:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from zephon_ray.collector import prepare  # noqa: E402
 from zephon_ray.recipe import WorkersSpec, load_recipe  # noqa: E402
 from zephon_ray.runners.base import Job, Runner  # noqa: E402
 from zephon_ray.runners.ray_data import Given, fetch  # noqa: E402
-from zephon_ray.runners.ray_runner import RayRunner  # noqa: E402
+from zephon_ray.runners.ray_runner import RayRunner, _Core  # noqa: E402
 from zephon_ray.stream import Stream  # noqa: E402
 
 __all__ = ["mixed_job"]
@@ -128,6 +129,66 @@ def test_a_wave_that_dies_after_it_was_cut_is_made_up_for_at_once(mixed_job: Job
         same(take_all(runner), [unit for source in range(3) for _, units in walk(mixed_job, source, 3)[0] for unit in units])
         assert not dying
         assert runner.stats().retries > 0
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """For each wave how many others had not ended when it was launched."""
+    found: list[int] = []
+    launch = _Core._launch
+
+    def launched(core: _Core, tasks: int) -> None:
+        found.append(sum(not wave.ended for wave in core._waves))
+        launch(core, tasks)
+
+    monkeypatch.setattr(_Core, "_launch", launched)
+    return found
+
+
+def within(condition: Callable[[], bool]) -> bool:
+    end = time.monotonic() + WAIT_S
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+@pytest.mark.parametrize("limit", ["TASK_BYTES", "WAVE_BLOCKS"])
+def test_a_wave_that_made_enough_hands_over_to_the_next(
+    mixed_job: Job, monkeypatch: pytest.MonkeyPatch, launches: list[int], limit: str
+) -> None:
+    monkeypatch.setattr(f"zephon_ray.runners.ray_runner.{limit}", 1)
+    monkeypatch.setattr("zephon_ray.runners.ray_runner.HAND_OVER_S", WAIT_S)
+    with RayRunner(WorkersSpec(min=1, max=1), stall_s=60.0) as runner:
+        runner.start(mixed_job, begin(mixed_job))
+        units = []
+        for windows in (1, 2, 3):
+            for source in range(len(mixed_job.manifests)):
+                runner.allow(source, windows)
+            units += take_all(runner)
+            assert within(lambda windows=windows: len(launches) > windows)  # type: ignore[misc]
+            assert runner.stats().workers == 1
+    same(units, [unit for source in range(3) for _, units in walk(mixed_job, source, 3)[0] for unit in units])
+    assert launches == [0] * len(launches)
+
+
+def test_a_wave_that_is_long_in_ending_is_not_waited_for(mixed_job: Job, monkeypatch: pytest.MonkeyPatch, launches: list[int]) -> None:
+    """When it made enough, and one of its tasks takes longer than the others."""
+    monkeypatch.setattr("zephon_ray.runners.ray_runner.TASK_BYTES", 1)
+    monkeypatch.setattr("zephon_ray.runners.ray_runner.HAND_OVER_S", 0.1)
+    blocks: list[bool] = []
+
+    def read(block: Any) -> Sequence[Given]:
+        blocks.append(len(blocks) != 1 or within(lambda: len(launches) > 1))
+        return fetch(block)
+
+    with RayRunner(WorkersSpec(min=1, max=1), stall_s=60.0, read=read) as runner:
+        runner.start(mixed_job, begin(mixed_job))
+        for source in range(len(mixed_job.manifests)):
+            runner.allow(source, 3)
+        same(take_all(runner), [unit for source in range(3) for _, units in walk(mixed_job, source, 3)[0] for unit in units])
+        assert runner.stats().retries == 0
+    assert all(blocks)
+    assert launches[1] == 1
 
 
 GOLDEN_IN_SHORT = ["best_fit_pad", "compressed_edges"]

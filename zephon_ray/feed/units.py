@@ -14,9 +14,9 @@ import pyarrow as pa
 
 from zephon_ray.plan.windows import Position
 from zephon_ray.runners.base import FailedUnit, Job
-from zephon_ray.runners.ray_worker import batch_of, packed, units_of
-from zephon_ray.runners.worker import Effort
-from zephon_ray.stages.unit import SCHEMA, TokenisedUnit
+from zephon_ray.runners.ray_worker import batch_of, made_of, packed, units_of
+from zephon_ray.runners.worker import Effort, Made
+from zephon_ray.stages.unit import TokenisedUnit
 
 if TYPE_CHECKING:  # a lane worker would load Ray Data for nothing: a second of CPU, while ranks wait for it to start
     from zephon_ray.runners.ray_data import Given
@@ -70,12 +70,16 @@ def describe(table: pa.Table) -> list[Described]:
 
 def unit_at(block: pa.Table, row: int) -> TokenisedUnit:
     """A unit of a block; its arrays are views of the block's buffers."""
-    return TokenisedUnit.from_arrow(_batch_with(block, row).select(SCHEMA.names), row)
+    return TokenisedUnit.from_arrow(_batch_with(block, row), row)
 
 
 def copied(rows: Iterable[tuple[pa.Table, int]]) -> Iterator[pa.Table]:
     """Rows of blocks, in order, in blocks of their own, which share no buffer with the old ones."""
-    return packed(_batch_with(block, row).take(pa.array([row])) for block, row in rows)
+    return packed(_owned(made_of(_batch_with(block, row), row)) for block, row in rows)
+
+
+def _owned(made: Made) -> Made:
+    return replace(made, unit=made.unit.owned()) if isinstance(made.unit, TokenisedUnit) else made
 
 
 def _batch_with(block: pa.Table, row: int) -> pa.RecordBatch:

@@ -13,6 +13,7 @@ import inspect
 import logging
 import pickle
 import threading
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -127,6 +128,7 @@ class Wave:
         over: called once when the wave has ended, in the wave's thread.
 
     Attributes:
+        began: when it was made, in seconds of the monotonic clock.
         entries: posted so far.
         cut: there will be no more.
         given_up: nothing is expected of it.
@@ -134,6 +136,7 @@ class Wave:
         delivered: a block came.
         started: tasks that are at work, as far as is known.
         met: the sources that it was granted windows of.
+        blocks: that came.
         text_bytes, skipped_bytes: of the units that it gave, counted by `deliver`.
     """
 
@@ -148,7 +151,8 @@ class Wave:
         deliver: Callable[[Wave, Sequence[Given]], None],
         over: Callable[[], None],
     ) -> None:
-        self.tasks, self.entries = tasks, 0
+        self.tasks, self.entries, self.blocks = tasks, 0, 0
+        self.began = time.monotonic()
         self.cut = self.given_up = self.ended = self.delivered = False
         self.error: Exception | None = None
         self.met: set[int] = set()
@@ -228,6 +232,7 @@ class Wave:
     def _take(self, block: Any) -> None:
         given = self._read(block)
         self.delivered = True
+        self.blocks += 1
         self._deliver(self, given)
 
     def _dataset(self) -> ray.data.Dataset:

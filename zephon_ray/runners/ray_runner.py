@@ -1,8 +1,8 @@
 """The Ray runner: it opens, cuts and replaces waves (`ray_data`), and takes each unit that they give once.
 
-A wave is cut, and the next one launched at that moment, whenever enough text was made, the cluster grew or shrank, or its
-workers are too many or too few. An execution that stands still or died is shut down first; the next begins where the
-units have come to. Why so: `docs/decisions/0004-what-runs-where.md`.
+A wave is cut whenever enough was made, the cluster grew or shrank, or its workers are too many or too few. The next one is
+launched at that moment, or takes the workers of the one before over. An execution that stands still or died is shut down
+first; the next begins where the units have come to. Why so: `docs/decisions/0004-what-runs-where.md`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,14 @@ from zephon_ray.runners.ray_worker import Entry
 from zephon_ray.stages.engines import let_go
 from zephon_ray.stages.unit import TokenisedUnit
 
-TASK_BYTES = 32 << 20
-"""Text a task makes before its wave is cut; what was granted before the cut comes on top. Ray keeps some KB a block until then."""
+TASK_BYTES = 1 << 30
+"""Text a task makes before its wave is cut; what was granted before the cut comes on top."""
+WAVE_BLOCKS = 1000
+"""Blocks after which a wave is cut. Ray keeps some KB of each until then."""
+HAND_OVER_S = 2.0
+HAND_OVER_SHARE = 0.05
+"""Seconds, or a share of the time that the wave took if that is longer, that the workers of a wave which made enough may take to end before
+the next begins beside them. Begun behind them it gets their processes, whose tokenizers know what is frequent in the data."""
 
 TICK_S = 0.25
 CLOSE_S = 10.0
@@ -68,6 +74,8 @@ class _Core:
         self._results: deque[Any] = deque()
         self._waves: list[Wave] = []
         self._launched = 0
+        self._next: tuple[int, float] | None = None
+        """Tasks of the wave to be launched, and when at the latest."""
         self._draining: set[int] = set()
         self._units = self._text_bytes = self._skipped_bytes = self._again = 0
         self._remade = self._cached = self._written = self._corrupt = 0
@@ -141,7 +149,7 @@ class _Core:
                 text_bytes=self._text_bytes,
                 skipped_bytes=self._skipped_bytes,
                 retries=self._again,
-                workers=sum(w.tasks for w in self._waves if not w.cut),
+                workers=self._wanted,
                 remade=self._remade,
                 cached=self._cached,
                 written=self._written,
@@ -159,6 +167,12 @@ class _Core:
     @property
     def _current(self) -> Wave | None:
         return self._waves[-1] if self._waves and not self._waves[-1].cut else None
+
+    @property
+    def _wanted(self) -> int:
+        """Tasks of the current wave, or of the one to be launched."""
+        wave = self._current
+        return wave.tasks if wave is not None else self._next[0] if self._next is not None else 0
 
     @property
     def _waiting(self) -> bool:
@@ -180,6 +194,7 @@ class _Core:
     def _launch(self, tasks: int) -> None:
         wave = Wave(self._job_ref, self._mailboxes[-1], self._launched, tasks, self._workers, self._read, self._deliver, self._wake)
         self._launched += 1
+        self._next = None
         self._waves.append(wave)
         self._load.forget()
         wave.start()
@@ -208,20 +223,22 @@ class _Core:
         if grants:
             wave.post(Entry(starts=starts, grants=tuple(grants)))
 
-    def _cut(self, tasks: int) -> None:
-        """End the current wave behind what it was granted, and launch the next."""
-        wave = self._current
-        if wave is not None:
-            wave.close_entries()
-            self._draining |= {f.source for f in self._fronts if f.waiting}
-        self._launch(tasks)
+    def _cut(self, tasks: int, latest: float = 0.0) -> None:
+        """End the current wave behind what it was granted. The supervisor launches the next one when it has ended, or at `latest`."""
+        assert self._current is not None
+        self._current.close_entries()
+        self._draining |= {f.source for f in self._fronts if f.waiting}
+        self._next = tasks, latest
+
+    def _is_due(self, now: float) -> bool:
+        return self._next is not None and (now >= self._next[1] or all(w.ended and w.error is None for w in self._waves))
 
     # ---- the supervisor's thread
 
     def _supervise(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._error is not None, TICK_S)
+                self._changed.wait_for(lambda: self._closed or self._error is not None or self._is_due(0.0), TICK_S)
                 over = self._closed or self._error is not None
             if over:
                 self._demand.set(0)
@@ -249,7 +266,7 @@ class _Core:
             why = self._what_is_wrong(now, broken)
             self._ask_for_room(now)
             if why is None:
-                self._fit(self._current)
+                self._fit(self._current, now)
                 return
             if self._deaths and now < self._opened + min(5.0, 0.1 * 2**self._deaths):
                 return  # processes that die at once are not started again at once
@@ -306,7 +323,7 @@ class _Core:
         """Give all waves up, and begin again where the units have come to. `force`: their processes may hang, or be dead."""
         _log.info("the Ray execution is opened again where it stopped: %s", why)
         with self._lock:
-            waves, mailbox = list(self._waves), self._mailboxes[-1]
+            waves, mailbox, tasks = list(self._waves), self._mailboxes[-1], self._wanted
             for wave in waves:
                 wave.cut = wave.given_up = True
         mailbox.close.remote()
@@ -321,7 +338,7 @@ class _Core:
             self._draining.clear()
             self._opened = time.monotonic()
             self._reopened += 1
-            self._launch(self._within_limits(waves[-1].tasks))
+            self._launch(self._within_limits(tasks))
 
     def _ask_for_room(self, now: float) -> None:
         """Where the taker waits though all room is in use, let a cluster that scales by itself know how much more would be used."""
@@ -335,18 +352,24 @@ class _Core:
             wanted = min(self._workers.max, self._widest()) - max(1, room)  # a wave of one waits where there is no room at all
         self._demand.set(max(0, wanted))
 
-    def _fit(self, wave: Wave | None) -> None:
-        """Cut the wave if it has made enough, or should have more or fewer workers."""
-        if wave is None:
-            return
+    def _fit(self, wave: Wave | None, now: float) -> None:
+        """Cut the wave if it has made enough, or should have more or fewer workers. Launch the next if it is time."""
+        if wave is not None:
+            self._cut_if_due(wave, now)
+        if self._next is not None and self._is_due(now):
+            self._launch(self._within_limits(self._next[0]))
+
+    def _cut_if_due(self, wave: Wave, now: float) -> None:
         tasks = self._within_limits(wave.tasks)
         if self._load.hungry:
             tasks = self._within_limits(self._workers.max)
         elif self._load.working_share is not None and self._load.working_share < 0.3:
             tasks = self._within_limits(math.ceil(wave.tasks * self._load.working_share / 0.6))
-        full = wave.text_bytes >= max(TASK_BYTES * wave.tasks, wave.skipped_bytes)
-        if full or tasks != wave.tasks:
+        full = wave.blocks >= WAVE_BLOCKS or wave.text_bytes >= TASK_BYTES * wave.tasks
+        if tasks != wave.tasks:
             self._cut(tasks)
+        elif full and wave.text_bytes >= wave.skipped_bytes:
+            self._cut(tasks, now + max(HAND_OVER_S, HAND_OVER_SHARE * (now - wave.began)))
 
     # ---- a wave's thread
 

@@ -10,21 +10,23 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import pyarrow as pa
 
 from zephon_ray.cache import Tokeniser
 from zephon_ray.runners.base import FailedUnit, Job
 from zephon_ray.runners.fronts import Grant, SlotStart, SlotWalk
 from zephon_ray.runners.worker import EFFORT, Effort, Made, make, portable
-from zephon_ray.stages.unit import SCHEMA, TokenisedUnit
+from zephon_ray.stages.arrow_arrays import of_numbers
+from zephon_ray.stages.unit import SCHEMA, TokenisedUnit, rows_of
 
 NAME = "ZephonUnits"
 """Of what Ray Data reads."""
 TITLE = f"Read{NAME}"
 """Ray gives it to processes while they run a task of ours."""
 
-BLOCK_BYTES = 4 << 20
-"""Ids a block holds at most, unless a single unit has more."""
+BLOCK_BYTES = 8 << 20
+"""Ids a block holds at most, unless a single unit has more. Ray takes some ms a block whatever its size."""
 
 _UNITS = "units"
 """The column of a block."""
@@ -62,11 +64,11 @@ def blocks(job: Job, tokeniser: Tokeniser, task: int, tasks: int, next_entry: Ca
         for source, (epoch, starts) in entry.starts.items():
             slots = range(task, len(starts), tasks)
             walks[source] = SlotWalk(job.recipe, job.manifests[source], slots, epoch, starts)
-        yield from packed(_row(made) for made in _rows(tokeniser, walks, entry.grants))
+        yield from packed(_made(tokeniser, walks, entry.grants))
         number += 1
 
 
-def _rows(tokeniser: Tokeniser, walks: Mapping[int, SlotWalk], grants: Sequence[Grant]) -> Iterator[Made]:
+def _made(tokeniser: Tokeniser, walks: Mapping[int, SlotWalk], grants: Sequence[Grant]) -> Iterator[Made]:
     """The units of an entry: a window of each source in turn."""
     for grant in grants:
         walks[grant.source].go_to(grant.epoch)
@@ -84,24 +86,25 @@ def _rows(tokeniser: Tokeniser, walks: Mapping[int, SlotWalk], grants: Sequence[
                 left.remove(grant)
 
 
-def packed(rows: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
-    """Units, one a record batch, in blocks of `BLOCK_BYTES`; see `batch_of`."""
-    batches: list[pa.RecordBatch] = []
+def packed(units: Iterable[Made]) -> Iterator[pa.Table]:
+    """Units in order in blocks of `BLOCK_BYTES`, which share no buffer with anything; see `batch_of`."""
+    held: list[Made] = []
     size = 0
-    for batch in rows:
-        if batches and size + batch.nbytes > BLOCK_BYTES:
-            yield _block(batches)
-            batches, size = [], 0
-        batches.append(batch)
-        size += batch.nbytes
-    if batches:
-        yield _block(batches)
+    for made in units:
+        more = made.unit.nbytes if isinstance(made.unit, TokenisedUnit) else 0
+        if held and size + more > BLOCK_BYTES:
+            yield _block(held)
+            held, size = [], 0
+        held.append(made)
+        size += more
+    if held:
+        yield _block(held)
 
 
-def _block(batches: Sequence[pa.RecordBatch]) -> pa.Table:
-    units = pa.Table.from_batches(batches).combine_chunks().to_batches()[0]
+def _block(held: Sequence[Made]) -> pa.Table:
+    units = _rows_of(held)
     struct = pa.StructArray.from_arrays(units.columns, fields=list(units.schema))
-    return pa.table({_UNITS: pa.LargeListArray.from_arrays(pa.array([0, len(struct)], pa.int64()), struct)})
+    return pa.table({_UNITS: pa.LargeListArray.from_arrays(of_numbers(np.array([0, len(struct)])), struct)})
 
 
 def batch_of(block: pa.Table) -> pa.RecordBatch:
@@ -111,27 +114,33 @@ def batch_of(block: pa.Table) -> pa.RecordBatch:
     return pa.RecordBatch.from_struct_array(block.column(_UNITS).chunk(0).flatten())
 
 
-def _row(made: Made) -> pa.RecordBatch:
-    unit, failure = made.unit, None
-    if isinstance(unit, FailedUnit):
-        failure = pickle.dumps(portable(unit.error))
-        unit = TokenisedUnit.nothing(source=unit.source, epoch=unit.epoch, group=unit.group, unit=unit.unit)
-    row = unit.to_arrow()
-    effort = (pa.array([getattr(made.effort, name)], pa.int64()) for name in EFFORT)
-    columns = [*row.columns, *effort, pa.array([failure], pa.binary())]
-    return pa.RecordBatch.from_arrays(columns, schema=MADE)
+def _rows_of(held: Sequence[Made]) -> pa.RecordBatch:
+    """A row in `MADE` for each unit."""
+    rows = rows_of([_standing_for(made.unit) for made in held])
+    effort = (of_numbers(np.array([getattr(made.effort, name) for made in held], np.int64)) for name in EFFORT)
+    failures = [pickle.dumps(portable(made.unit.error)) if isinstance(made.unit, FailedUnit) else None for made in held]
+    failure = pa.nulls(len(held), pa.binary()) if all(f is None for f in failures) else pa.array(failures, pa.binary())
+    return pa.RecordBatch.from_arrays([*rows.columns, *effort, failure], schema=MADE)
+
+
+def _standing_for(unit: TokenisedUnit | FailedUnit) -> TokenisedUnit:
+    if isinstance(unit, TokenisedUnit):
+        return unit
+    return TokenisedUnit.nothing(source=unit.source, epoch=unit.epoch, group=unit.group, unit=unit.unit)
 
 
 def units_of(block: pa.Table) -> Iterator[Made]:
     """The units of a block; their ids are views of its buffers. Of a task that made none, Ray Data gives a block without a row."""
-    if not block.num_rows:
-        return
-    batch = batch_of(block)
-    plain = batch.select(SCHEMA.names)
-    for row in range(batch.num_rows):
-        unit: TokenisedUnit | FailedUnit = TokenisedUnit.from_arrow(plain, row)
-        failure = batch.column("failure")[row].as_py()
-        if failure is not None:
-            error = pickle.loads(failure)  # noqa: S301  our own worker's
-            unit = FailedUnit(source=unit.source, epoch=unit.epoch, group=unit.group, unit=unit.unit, error=error)
-        yield Made(unit=unit, effort=Effort(**{name: batch.column(name)[row].as_py() for name in EFFORT}))
+    if block.num_rows:
+        batch = batch_of(block)
+        yield from (made_of(batch, row) for row in range(batch.num_rows))
+
+
+def made_of(batch: pa.RecordBatch, row: int) -> Made:
+    """A unit from a row in `MADE`; its ids are a view of the batch's buffers."""
+    unit: TokenisedUnit | FailedUnit = TokenisedUnit.from_arrow(batch, row)
+    failure = batch.column("failure")[row].as_py()
+    if failure is not None:
+        error = pickle.loads(failure)  # noqa: S301  our own worker's
+        unit = FailedUnit(source=unit.source, epoch=unit.epoch, group=unit.group, unit=unit.unit, error=error)
+    return Made(unit=unit, effort=Effort(**{name: batch.column(name)[row].as_py() for name in EFFORT}))

@@ -4,6 +4,7 @@ which costs every process that reads 50 MB and a third of a second, and does not
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -50,3 +51,10 @@ def large_strings(strings: list[str]) -> pa.LargeStringArray:
     offsets = np.zeros(len(encoded) + 1, np.int64)
     np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded)), out=offsets[1:])
     return pa.LargeStringArray.from_buffers(len(encoded), pa.py_buffer(offsets), pa.py_buffer(b"".join(encoded)))
+
+
+def nullable_strings(strings: Sequence[str | None]) -> pa.StringArray:
+    """Strings that UTF-8 can write, or null."""
+    if all(string is None for string in strings):
+        return pa.nulls(len(strings), pa.string())
+    return pa.concat_arrays([pa.nulls(1, pa.string()) if s is None else large_strings([s]).cast(pa.string()) for s in strings])

@@ -5,16 +5,18 @@ It is the unit of retry, of the token cache and of audit. Nothing here reads or 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from zephon_ray.plan.windows import UnitKey, UnitTask
-from zephon_ray.stages.arrow_arrays import large_strings, mask, numbers, of_numbers
+from zephon_ray.stages.arrow_arrays import large_strings, mask, nullable_strings, numbers, of_numbers
 
-__all__ = ["SCHEMA", "TokenisedUnit", "UnitKey", "UnitTask"]
+__all__ = ["SCHEMA", "TokenisedUnit", "UnitKey", "UnitTask", "rows_of"]
 
 SCHEMA = pa.schema(
     [
@@ -120,16 +122,7 @@ class TokenisedUnit:
 
     def to_arrow(self) -> pa.RecordBatch:
         """One row in `SCHEMA`. The buffers of ids and offsets are shared, not copied."""
-        error = pa.nulls(1, pa.string()) if self.error is None else large_strings([self.error]).cast(pa.string())
-        values = {"last": mask(np.array([self.last])), "error": error}
-        for name in _NUMBERS:
-            values[name] = of_numbers(np.array([getattr(self, name)], str(SCHEMA.field(name).type)))
-        for name, items in (("ids", of_numbers(self.ids)), ("offsets", of_numbers(self.offsets))):
-            row = of_numbers(np.array([0, len(items)], np.int64))
-            values[name] = pa.LargeListArray.from_arrays(row, items, type=SCHEMA.field(name).type)
-        row = of_numbers(np.array([0, len(self.bad_examples)], np.int32))
-        values["bad_examples"] = pa.ListArray.from_arrays(row, large_strings([*self.bad_examples]).cast(pa.string()))
-        return pa.RecordBatch.from_arrays([values[name] for name in SCHEMA.names], schema=SCHEMA)
+        return rows_of([self])
 
     @staticmethod
     def from_arrow(batch: pa.RecordBatch, row: int = 0) -> TokenisedUnit:
@@ -141,3 +134,23 @@ class TokenisedUnit:
             offsets=numbers(batch.column("offsets")[row].values, np.int64),
             bad_examples=tuple(batch.column("bad_examples")[row].as_py()),
         )
+
+
+def rows_of(units: Sequence[TokenisedUnit]) -> pa.RecordBatch:
+    """A row in `SCHEMA` for each unit, at least one. The buffers of ids and offsets are copied where there are several."""
+    values = {name: of_numbers(np.array([getattr(u, name) for u in units], str(SCHEMA.field(name).type))) for name in _NUMBERS}
+    values["last"] = mask(np.array([u.last for u in units]))
+    for name in ("ids", "offsets"):
+        arrays = [getattr(u, name) for u in units]
+        items = of_numbers(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
+        values[name] = pa.LargeListArray.from_arrays(_ends(map(len, arrays), np.int64), items, type=SCHEMA.field(name).type)
+    examples = [u.bad_examples for u in units]
+    strings = large_strings([text for some in examples for text in some]).cast(pa.string())
+    values["bad_examples"] = pa.ListArray.from_arrays(_ends(map(len, examples), np.int32), strings)
+    values["error"] = nullable_strings([u.error for u in units])
+    return pa.RecordBatch.from_arrays([values[name] for name in SCHEMA.names], schema=SCHEMA)
+
+
+def _ends(sizes: Iterable[int], dtype: type[np.signedinteger[Any]]) -> pa.Array:
+    """Where lists that lie end to end begin and end."""
+    return of_numbers(np.cumsum([0, *sizes], dtype=dtype))
