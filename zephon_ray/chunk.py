@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from zephon_ray.hashing import digests128
 from zephon_ray.plan.dealing import Dealer, SourceStart
 from zephon_ray.plan.packing import Segments
 from zephon_ray.plan.pieces import I64, Pieces, within
@@ -242,9 +241,10 @@ class Chunk:
         """
         before = self._next
         self._next = after = before + 1
+        padding, digests = self._rows.fill(before, rows)
         return StepRows(
-            padding=self._rows.fill(before, rows),
-            digests=digests128(rows),
+            padding=padding,
+            digests=digests,
             windows=self._windows[after],
             indices=self._standing.indices[after],
             counts=self._standing.counts[after],

@@ -308,5 +308,4 @@ class LaneGroup:
         segments["at"] -= end
         self._laid = Laid(pieces=pieces, segments=segments)
         self._tails = np.maximum(self._tails - end, 0)
-        live = set(np.unique(np.concatenate([segments["pool"], self._fills.pools, *(p["pool"] for p in self._pending)])).tolist())
-        self._unused = set(self._pools.numbers) - live
+        self._unused = self._pools.without([segments["pool"], self._fills.pools, *(p["pool"] for p in self._pending)])

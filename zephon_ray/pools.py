@@ -75,6 +75,14 @@ class Pools:
         for number in numbers:
             del self._pools[number]
 
+    def without(self, live: Sequence[I64]) -> set[int]:
+        """Numbers of the pools that are in none of some arrays, which hold such and `PADDING`."""
+        least = min(self._pools, default=0)
+        held = np.zeros(max(self._pools, default=0) - least + 2, np.bool_)
+        for of in live:
+            held[np.maximum(of - (least - 1), 0)] = True  # padding is at 0, the pools behind it
+        return {number for number in self._pools if not held[number - least + 1]}
+
     def _room(self, number: int, size: int) -> int:
         """Where a new pool begins: the first gap that is wide enough, or the end of a line that grows."""
         at = self._first
@@ -88,11 +96,6 @@ class Pools:
             self.line = line
         self._pools[number] = at, at + size
         return at
-
-    @property
-    def numbers(self) -> Collection[int]:
-        """Of the pools that are held."""
-        return self._pools.keys()
 
 
 def _gather(pool: U32, ids: Sequence[U32], array: I64, source: I64, to: I64, size: I64) -> None:

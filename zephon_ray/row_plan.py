@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from zephon_ray.hashing import digests128
 from zephon_ray.plan.packing import PADDING, Segments
 from zephon_ray.pools import I32, SHORT
 
@@ -57,7 +58,7 @@ class RowPlan:
         self._ordinals, self._numbers = np.arange(most), np.arange(most, dtype=np.int32)
         self._ids = np.empty(most + 1, np.int32)
 
-    def fill(self, step: int, rows: I32) -> int:
+    def fill(self, step: int, rows: I32) -> tuple[int, tuple[bytes, ...]]:
         """Make the rows of a step.
 
         Args:
@@ -65,14 +66,15 @@ class RowPlan:
             rows: int32 [rows, 3, sequence_length], contiguous; is filled.
 
         Returns:
-            How many of its pairs are padding.
+            How many of its pairs are padding, and the digest of each row.
         """
-        first = step * self._blocks
+        first, digests = step * self._blocks, list[bytes]()
         for block in range(self._blocks):
-            at = block * self._block_rows
-            self._fill_block(first + block, rows[at : at + self._block_rows])
+            made = rows[block * self._block_rows : (block + 1) * self._block_rows]
+            self._fill_block(first + block, made)
+            digests += digests128(made)  # while they are in the cache
         begin, end = self._padding_edges[first], self._padding_edges[first + self._blocks]
-        return int(self._length[self._padding[begin:end]].sum()) if begin < end else 0
+        return int(self._length[self._padding[begin:end]].sum()) if begin < end else 0, tuple(digests)
 
     def _fill_block(self, block: int, rows: I32) -> None:
         """Whole rows."""

@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zephon_ray.plan.packing import PADDING
 from zephon_ray.plan.pieces import PIECE
 from zephon_ray.pools import Pools
 
@@ -29,7 +30,9 @@ def test_pools_keep_their_ids_while_others_come_and_go(rounds: list[tuple[list[i
         sizes[number], number = lengths, number + 1
         for n, (starts, kept) in held.items():
             assert [x for at, size in zip(starts, sizes[n], strict=True) for x in pools.line[at : at + size].tolist()] == kept
-        assert set(pools.numbers) == set(held)
+        live = [n for n in held if n % 2]
+        assert pools.without([]) == set(held)
+        assert pools.without([np.array([PADDING, *live]), np.array(live[:1], np.int64)]) == set(held) - set(live)
         assert pools.line[:5].tolist() == [7] * 5
 
 
