@@ -50,7 +50,7 @@ def test_a_description_says_all_but_the_arrays_and_the_row_leads_back_to_the_uni
 
 
 def test_rows_are_copied_into_blocks_of_a_bounded_size_that_share_no_buffer() -> None:
-    units = [a_unit(number, ids=800_000) for number in range(5)]
+    units = [a_unit(number, ids=1_600_000) for number in range(5)]
     blocks = [a_block([units[0], units[1]]), a_block([units[2], units[3]]), a_block([units[4]])]
     new = list(copied([(blocks[1], 1), (blocks[0], 0), (blocks[2], 0)]))
     assert [batch_of(table).num_rows for table in new] == [2, 1]

@@ -25,7 +25,7 @@ NAME = "ZephonUnits"
 TITLE = f"Read{NAME}"
 """Ray gives it to processes while they run a task of ours."""
 
-BLOCK_BYTES = 8 << 20
+BLOCK_BYTES = 16 << 20
 """Ids a block holds at most, unless a single unit has more. Ray takes some ms a block whatever its size."""
 
 _UNITS = "units"
