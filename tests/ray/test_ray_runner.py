@@ -23,7 +23,7 @@ from tests.ray_session import living  # noqa: E402
 from zephon_ray.collector import prepare  # noqa: E402
 from zephon_ray.recipe import WorkersSpec, load_recipe  # noqa: E402
 from zephon_ray.runners.base import Job, Runner  # noqa: E402
-from zephon_ray.runners.ray_data import Given, fetch  # noqa: E402
+from zephon_ray.runners.ray_data import Given, Wave, fetch  # noqa: E402
 from zephon_ray.runners.ray_runner import RayRunner, _Core  # noqa: E402
 from zephon_ray.stream import Stream  # noqa: E402
 
@@ -188,6 +188,29 @@ def test_a_wave_that_is_long_in_ending_is_not_waited_for(mixed_job: Job, monkeyp
         same(take_all(runner), [unit for source in range(3) for _, units in walk(mixed_job, source, 3)[0] for unit in units])
         assert runner.stats().retries == 0
     assert all(blocks)
+    assert launches[1] == 1
+
+
+def test_a_wave_that_gave_all_and_does_not_end_is_not_waited_for(
+    mixed_job: Job, monkeypatch: pytest.MonkeyPatch, launches: list[int]
+) -> None:
+    """It owes nothing, so that no watchdog would see it."""
+    monkeypatch.setattr("zephon_ray.runners.ray_runner.TASK_BYTES", 1)
+    monkeypatch.setattr("zephon_ray.runners.ray_runner.HAND_OVER_S", 0.5)
+    monkeypatch.setattr("zephon_ray.runners.ray_runner.HAND_OVER_SHARE", 1e6)
+    monkeypatch.setattr("zephon_ray.runners.ray_runner.HAND_OVER_MOST_S", 1e6)
+    over = dict[int, bool]()
+    ended = property(lambda wave: wave.number > 0 and over[id(wave)], lambda wave, value: over.update({id(wave): value}))
+    monkeypatch.setattr(Wave, "ended", ended, raising=False)
+    with RayRunner(WorkersSpec(min=1, max=1), stall_s=60.0) as runner:
+        runner.start(mixed_job, begin(mixed_job))
+        units = []
+        for windows in (1, 2):
+            for source in range(len(mixed_job.manifests)):
+                runner.allow(source, windows)
+            units += take_all(runner)
+        assert runner.stats().retries == 0
+    same(units, [unit for source in range(3) for _, units in walk(mixed_job, source, 2)[0] for unit in units])
     assert launches[1] == 1
 
 

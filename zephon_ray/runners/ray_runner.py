@@ -40,8 +40,10 @@ WAVE_BLOCKS = 1000
 """Blocks after which a wave is cut. Ray keeps some KB of each until then."""
 HAND_OVER_S = 2.0
 HAND_OVER_SHARE = 0.05
-"""Seconds, or a share of the time that the wave took if that is longer, that the workers of a wave which made enough may take to end before
-the next begins beside them. Begun behind them it gets their processes, whose tokenizers know what is frequent in the data."""
+HAND_OVER_MOST_S = 30.0
+"""Seconds, or a share of the time that the wave took if that is longer, up to the last, that the workers of a wave which made enough may
+take to end before the next begins beside them; no more than the first once they gave all they owed. Begun behind them it gets their
+processes, whose tokenizers know what is frequent in the data."""
 
 TICK_S = 0.25
 CLOSE_S = 10.0
@@ -231,7 +233,11 @@ class _Core:
         self._next = tasks, latest
 
     def _is_due(self, now: float) -> bool:
-        return self._next is not None and (now >= self._next[1] or all(w.ended and w.error is None for w in self._waves))
+        """Whether the next wave is to be launched."""
+        if self._next is None:
+            return False
+        latest = self._next[1] if self._waiting else min(self._next[1], self._progress + HAND_OVER_S)
+        return now >= latest or all(w.ended and w.error is None for w in self._waves)
 
     # ---- the supervisor's thread
 
@@ -369,7 +375,7 @@ class _Core:
         if tasks != wave.tasks:
             self._cut(tasks)
         elif full and wave.text_bytes >= wave.skipped_bytes:
-            self._cut(tasks, now + max(HAND_OVER_S, HAND_OVER_SHARE * (now - wave.began)))
+            self._cut(tasks, now + max(HAND_OVER_S, min(HAND_OVER_SHARE * (now - wave.began), HAND_OVER_MOST_S)))
 
     # ---- a wave's thread
 
