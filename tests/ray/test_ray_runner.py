@@ -152,11 +152,12 @@ def within(condition: Callable[[], bool]) -> bool:
     return condition()
 
 
-@pytest.mark.parametrize("limit", ["TASK_BYTES", "WAVE_BLOCKS"])
+@pytest.mark.parametrize("limit", ["WAVE_BLOCKS", "TURN_BYTES"])
 def test_a_wave_that_made_enough_hands_over_to_the_next(
     mixed_job: Job, monkeypatch: pytest.MonkeyPatch, launches: list[int], limit: str
 ) -> None:
     monkeypatch.setattr(f"zephon_ray.runners.ray_runner.{limit}", 1)
+    monkeypatch.setattr("zephon_ray.runners.ray_runner.TURN_S", 0.0)
     monkeypatch.setattr("zephon_ray.runners.ray_runner.HAND_OVER_S", WAIT_S)
     with RayRunner(WorkersSpec(min=1, max=1), stall_s=60.0) as runner:
         runner.start(mixed_job, begin(mixed_job))
@@ -173,7 +174,7 @@ def test_a_wave_that_made_enough_hands_over_to_the_next(
 
 def test_a_wave_that_is_long_in_ending_is_not_waited_for(mixed_job: Job, monkeypatch: pytest.MonkeyPatch, launches: list[int]) -> None:
     """When it made enough, and one of its tasks takes longer than the others."""
-    monkeypatch.setattr("zephon_ray.runners.ray_runner.TASK_BYTES", 1)
+    monkeypatch.setattr("zephon_ray.runners.ray_runner.WAVE_BLOCKS", 1)
     monkeypatch.setattr("zephon_ray.runners.ray_runner.HAND_OVER_S", 0.1)
     blocks: list[bool] = []
 
@@ -195,10 +196,8 @@ def test_a_wave_that_gave_all_and_does_not_end_is_not_waited_for(
     mixed_job: Job, monkeypatch: pytest.MonkeyPatch, launches: list[int]
 ) -> None:
     """It owes nothing, so that no watchdog would see it."""
-    monkeypatch.setattr("zephon_ray.runners.ray_runner.TASK_BYTES", 1)
+    monkeypatch.setattr("zephon_ray.runners.ray_runner.WAVE_BLOCKS", 1)
     monkeypatch.setattr("zephon_ray.runners.ray_runner.HAND_OVER_S", 0.5)
-    monkeypatch.setattr("zephon_ray.runners.ray_runner.HAND_OVER_SHARE", 1e6)
-    monkeypatch.setattr("zephon_ray.runners.ray_runner.HAND_OVER_MOST_S", 1e6)
     over = dict[int, bool]()
     ended = property(lambda wave: wave.number > 0 and over[id(wave)], lambda wave, value: over.update({id(wave): value}))
     monkeypatch.setattr(Wave, "ended", ended, raising=False)

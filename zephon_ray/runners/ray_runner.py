@@ -34,15 +34,13 @@ from zephon_ray.runners.ray_worker import Entry
 from zephon_ray.stages.engines import let_go
 from zephon_ray.stages.unit import TokenisedUnit
 
-TASK_BYTES = 1 << 30
-"""Text a task makes before its wave is cut; what was granted before the cut comes on top."""
-WAVE_BLOCKS = 1000
+TURN_BYTES, TURN_S = 32 << 20, 20.0
+"""Text a task makes, and seconds (a third of the watchdog's limit, if that is less), after both of which a wave is cut: others may want
+its CPUs. What was granted before the cut comes on top."""
+WAVE_BLOCKS = 4000
 """Blocks after which a wave is cut. Ray keeps some KB of each until then."""
-HAND_OVER_S = 2.0
-HAND_OVER_SHARE = 0.05
-HAND_OVER_MOST_S = 30.0
-"""Seconds, or a share of the time that the wave took if that is longer, up to the last, that the workers of a wave which made enough may
-take to end before the next begins beside them; no more than the first once they gave all they owed. Begun behind them it gets their
+HAND_OVER_S = 3.0
+"""Seconds that the workers of a wave which made enough may take to end before the next begins beside them. Begun behind them it gets their
 processes, whose tokenizers know what is frequent in the data."""
 
 TICK_S = 0.25
@@ -200,6 +198,8 @@ class _Core:
         self._waves.append(wave)
         self._load.forget()
         wave.start()
+        if not self._waiting:  # what waited for it did not wait for a unit
+            self._progress = time.monotonic()
         self._post()
 
     def _wake(self) -> None:
@@ -236,15 +236,18 @@ class _Core:
         """Whether the next wave is to be launched."""
         if self._next is None:
             return False
-        latest = self._next[1] if self._waiting else min(self._next[1], self._progress + HAND_OVER_S)
-        return now >= latest or all(w.ended and w.error is None for w in self._waves)
+        return now >= self._next[1] or not self._waves or (self._waves[-1].ended and self._waves[-1].error is None)
+
+    def _ended_in_time(self) -> bool:
+        """The next wave can be launched before the supervisor looks again. Where processes die nothing is done at once."""
+        return not self._deaths and self._is_due(0.0)
 
     # ---- the supervisor's thread
 
     def _supervise(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._error is not None or self._is_due(0.0), TICK_S)
+                self._changed.wait_for(lambda: self._closed or self._error is not None or self._ended_in_time(), TICK_S)
                 over = self._closed or self._error is not None
             if over:
                 self._demand.set(0)
@@ -265,7 +268,7 @@ class _Core:
             # One that was cut and died owes what it was granted, as any other.
             self._waves = [w for w in self._waves if not (w.ended and w.cut and (w.given_up or w.error is None))]
             self._load.tick(now, working=self._waiting)
-            broken = next((w for w in self._waves if w.ended), None)
+            broken = next((w for w in self._waves if w.ended and (w.error is not None or not w.cut)), None)
             wave = self._current
             if wave is not None and wave.look():
                 self._opened = now
@@ -371,11 +374,11 @@ class _Core:
             tasks = self._within_limits(self._workers.max)
         elif self._load.working_share is not None and self._load.working_share < 0.3:
             tasks = self._within_limits(math.ceil(wave.tasks * self._load.working_share / 0.6))
-        full = wave.blocks >= WAVE_BLOCKS or wave.text_bytes >= TASK_BYTES * wave.tasks
+        turn = wave.text_bytes >= TURN_BYTES * wave.tasks and now - wave.began >= min(TURN_S, self._stall_s / 3)
         if tasks != wave.tasks:
             self._cut(tasks)
-        elif full and wave.text_bytes >= wave.skipped_bytes:
-            self._cut(tasks, now + max(HAND_OVER_S, min(HAND_OVER_SHARE * (now - wave.began), HAND_OVER_MOST_S)))
+        elif (turn or wave.blocks >= WAVE_BLOCKS) and wave.text_bytes >= wave.skipped_bytes:
+            self._cut(tasks, now + HAND_OVER_S)
 
     # ---- a wave's thread
 

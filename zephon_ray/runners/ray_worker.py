@@ -7,6 +7,7 @@ task that Ray runs again makes the same blocks in the same order. Nothing here i
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,9 @@ TITLE = f"Read{NAME}"
 
 BLOCK_BYTES = 16 << 20
 """Ids a block holds at most, unless a single unit has more. Ray takes some ms a block whatever its size."""
+
+BLOCK_S = 1.0
+"""Seconds after which a block is passed on, however little it holds: a slow tokenizer is seen to be alive, and a taker does not wait."""
 
 _UNITS = "units"
 """The column of a block."""
@@ -87,14 +91,14 @@ def _made(tokeniser: Tokeniser, walks: Mapping[int, SlotWalk], grants: Sequence[
 
 
 def packed(units: Iterable[Made]) -> Iterator[pa.Table]:
-    """Units in order in blocks of `BLOCK_BYTES`, which share no buffer with anything; see `batch_of`."""
+    """Units in order in blocks of `BLOCK_BYTES`; see `batch_of`. The ids are copied, but for a unit that is alone in its block."""
     held: list[Made] = []
-    size = 0
+    size, until = 0, time.monotonic() + BLOCK_S
     for made in units:
         more = made.unit.nbytes if isinstance(made.unit, TokenisedUnit) else 0
-        if held and size + more > BLOCK_BYTES:
+        if held and (size + more > BLOCK_BYTES or time.monotonic() > until):
             yield _block(held)
-            held, size = [], 0
+            held, size, until = [], 0, time.monotonic() + BLOCK_S
         held.append(made)
         size += more
     if held:

@@ -118,7 +118,8 @@ class TokenisedUnit:
 
     def owned(self) -> TokenisedUnit:
         """The unit with arrays of its own: it holds no buffer of a batch that other units lie in."""
-        return self if self.ids.flags.owndata else replace(self, ids=self.ids.copy(), offsets=self.offsets.copy())
+        own = self.ids.flags.owndata and self.offsets.flags.owndata
+        return self if own else replace(self, ids=self.ids.copy(), offsets=self.offsets.copy())
 
     def to_arrow(self) -> pa.RecordBatch:
         """One row in `SCHEMA`. The buffers of ids and offsets are shared, not copied."""
