@@ -236,7 +236,7 @@ def recommendation(found: Sequence[Figures]) -> str:
         "Threads or processes or Ray: on one machine take threads. The engine and the readers let go of the interpreter, all workers share"
         " one tokenizer, and nothing is copied between processes. Take processes where a worker may not end its trainer with it (memory,"
         " a library that crashes), at the price of a tokenizer each and a copy of the ids. Take Ray for more than one machine, for CPU"
-        " workers that come and go, and for a feed that many ranks read: it costs some ms a block of up to four million ids, and a gigabyte."
+        " workers that come and go, and for a feed that many ranks read: it costs some ms a block of 4 M ids or less, and a gigabyte."
     )
     threads, others = by_name.get("threads"), [figures for figures in found if figures.runner != "threads"]
     if threads and others:
