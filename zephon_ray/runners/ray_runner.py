@@ -198,8 +198,6 @@ class _Core:
         self._waves.append(wave)
         self._load.forget()
         wave.start()
-        if not self._waiting:  # what waited for it did not wait for a unit
-            self._progress = time.monotonic()
         self._post()
 
     def _wake(self) -> None:
@@ -366,6 +364,8 @@ class _Core:
         if wave is not None:
             self._cut_if_due(wave, now)
         if self._next is not None and self._is_due(now):
+            if not self._waiting:  # who waited for the wave did not wait for a unit
+                self._progress = now
             self._launch(self._within_limits(self._next[0]))
 
     def _cut_if_due(self, wave: Wave, now: float) -> None:
