@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from zephon_ray.errors import SourceError
 from zephon_ray.feed.units import Facts, Place, Shelf, UnitRef, copied, describe, refer, unit_at
 from zephon_ray.runners.base import FailedUnit
-from zephon_ray.runners.ray_worker import BLOCK_BYTES, batch_of, packed
+from zephon_ray.runners.ray_worker import BLOCK_BYTES, batch_of, packed, units_of
 from zephon_ray.runners.worker import Effort, Made
 from zephon_ray.stages.unit import TokenisedUnit
 
@@ -55,13 +56,38 @@ def test_rows_are_copied_into_blocks_of_a_bounded_size_that_share_no_buffer() ->
     new = list(copied([(blocks[1], 1), (blocks[0], 0), (blocks[2], 0)]))
     assert [batch_of(table).num_rows for table in new] == [2, 1]
     assert [table.num_rows for table in new] == [1, 1], "Ray Data makes an object of each row"
-    assert all(unit_at(table, 0).ids.nbytes * batch_of(table).num_rows <= BLOCK_BYTES for table in new)
+    assert all(table.nbytes <= BLOCK_BYTES for table in new)
     found = [unit_at(new[0], 0), unit_at(new[0], 1), unit_at(new[1], 0)]
     assert [unit.group for unit in found] == [3, 0, 4]
     for unit in found:
         np.testing.assert_array_equal(unit.ids, units[unit.group].ids)
     old = [unit_at(blocks[1], 1), unit_at(blocks[0], 0), unit_at(blocks[2], 0)]
     assert not any(np.shares_memory(a.ids, b.ids) for a in found for b in old)
+
+
+def test_a_block_is_passed_on_in_time_before_the_next_unit_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zephon_ray.runners.ray_worker.BLOCK_S", 0.0)
+    made: list[int] = []
+
+    def slow() -> Iterator[Made]:
+        for number in range(3):
+            made.append(number)
+            yield Made(unit=a_unit(number), effort=Effort())
+
+    for number, block in enumerate(packed(slow())):
+        assert [unit.unit.group for unit in units_of(block)] == [number]
+        assert made == list(range(number + 1))
+    assert made == [0, 1, 2]
+
+
+@pytest.mark.parametrize("ids", [100, 0])
+def test_a_unit_that_owns_its_arrays_holds_no_block(ids: int) -> None:
+    there = unit_at(a_block([a_unit(0, ids), a_unit(1, ids)]), 1)
+    assert not there.offsets.flags.owndata
+    owned = there.owned()
+    assert owned.ids.flags.owndata
+    assert owned.offsets.flags.owndata
+    assert owned.to_arrow().equals(there.to_arrow())
 
 
 def test_kept_units_move_once_and_the_others_stay() -> None:

@@ -1,7 +1,7 @@
 """The worker's side of the Ray runner: some slots of every source, made as grants come, a block of units at a time.
 
 A task asks for one *entry* after the other and makes what it grants. Entries never change once they were given, so a
-task that Ray runs again makes the same blocks in the same order. Nothing here imports ray.
+task that Ray runs again makes the same units in the same order. Nothing here imports ray.
 """
 
 from __future__ import annotations
@@ -96,11 +96,14 @@ def packed(units: Iterable[Made]) -> Iterator[pa.Table]:
     size, until = 0, time.monotonic() + BLOCK_S
     for made in units:
         more = made.unit.nbytes if isinstance(made.unit, TokenisedUnit) else 0
-        if held and (size + more > BLOCK_BYTES or time.monotonic() > until):
+        if held and size + more > BLOCK_BYTES:
             yield _block(held)
             held, size, until = [], 0, time.monotonic() + BLOCK_S
         held.append(made)
         size += more
+        if time.monotonic() >= until:  # now, and not when the next is made, which may take as long
+            yield _block(held)
+            held, size, until = [], 0, time.monotonic() + BLOCK_S
     if held:
         yield _block(held)
 
