@@ -208,6 +208,7 @@ def test_a_wave_that_gave_all_and_does_not_end_is_not_waited_for(
             for source in range(len(mixed_job.manifests)):
                 runner.allow(source, windows)
             units += take_all(runner)
+            assert within(lambda windows=windows: len(launches) > windows)  # type: ignore[misc]
         assert runner.stats().retries == 0
     same(units, [unit for source in range(3) for _, units in walk(mixed_job, source, 2)[0] for unit in units])
     assert launches[1] == 1
