@@ -206,6 +206,8 @@ class LaneGroup:
         else:
             self._fills.add(ready)
             pieces, sizes = self._fills.take(self._final)
+            if not len(sizes):
+                return
             if (self._tails < 0).any():  # the open fill of a restored state: begun, and in no count of the state
                 again = self._first_fills(pieces, sizes)
                 np.add.at(self._begun_pairs, again["source"], again["pairs"])

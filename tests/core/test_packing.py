@@ -31,19 +31,22 @@ def test_keys_of_arrays_are_the_keys_of_their_numbers(parts: list[int], last: li
     assert got.tolist() == [key64(*parts, a, b) for a, b in zip(last, last[::-1], strict=True)]
 
 
-@given(sizes, st.integers(40, 64))
-def test_best_fit_puts_each_piece_where_the_contract_says(pairs: list[int], length: int) -> None:
-    room: list[int] = []
-    rows: list[list[int]] = []
-    for i in sorted(range(len(pairs)), key=lambda i: (-pairs[i], i)):
-        fits = sorted((room[r], r) for r in range(len(rows)) if room[r] >= pairs[i])
-        r = fits[0][1] if fits else len(rows)
-        if not fits:
-            room.append(length)
-            rows.append([])
-        room[r] -= pairs[i]
-        rows[r].append(i)
-    assert best_fit_rows(pairs, length) == [sorted(members) for members in rows]
+@given(st.lists(sizes, min_size=1, max_size=4), st.integers(40, 64))
+def test_best_fit_puts_each_piece_where_the_contract_says(fills: list[list[int]], length: int) -> None:
+    expected, rows_of_fills = list[int](), list[int]()
+    for pairs in fills:
+        room: list[int] = []
+        row_of = [0] * len(pairs)
+        for i in sorted(range(len(pairs)), key=lambda i: (-pairs[i], i)):
+            fits = sorted((room[r], r) for r in range(len(room)) if room[r] >= pairs[i])
+            row_of[i] = fits[0][1] if fits else len(room)
+            if not fits:
+                room.append(length)
+            room[row_of[i]] -= pairs[i]
+        expected += [sum(rows_of_fills) + row for row in row_of]
+        rows_of_fills.append(len(room))
+    rows, counts = best_fit_rows(np.array([p for pairs in fills for p in pairs]), np.array([len(pairs) for pairs in fills]), length)
+    assert (rows.tolist(), counts.tolist()) == (expected, rows_of_fills)
 
 
 @given(sizes, st.integers(1, 50), st.data())

@@ -80,33 +80,61 @@ def lay_padding(lanes: I64, tails: I64, end: int, sequence_length: int) -> Segme
     return segments_of(lanes[of], at, (row + 1) * sequence_length - at, PADDING, 0)
 
 
-def best_fit_rows(pairs: list[int], sequence_length: int) -> list[list[int]]:
-    """Pack one fill by best-fit decreasing (D. S. Johnson, 1973), with the contract's ties.
+def best_fit_rows(pairs: I64, sizes: I64, sequence_length: int) -> tuple[I64, I64]:
+    """Pack fills by best-fit decreasing (D. S. Johnson, 1973), with the contract's ties.
 
     Args:
-        pairs: of each piece in order of arrival, each in [1, sequence_length].
+        pairs: int64 [pieces], of each piece in order of arrival, fill after fill, each in [1, sequence_length].
+        sizes: int64 [fills], pieces of each fill, at least 1.
         sequence_length: pairs a row.
 
     Returns:
-        Rows in order of creation; each row's pieces (numbers into `pairs`) in order of arrival.
+        (row of each piece, rows of each fill), int64 [pieces] and [fills]. Rows are counted over all fills, in order of creation.
     """
-    rows: list[list[int]] = []
-    rooms: list[int] = []  # of rows with room left, room * scale + row, ascending: the least room first, then the older row
-    scale = len(pairs) + 1
-    for piece in np.argsort(-np.array(pairs, np.int64), kind="stable").tolist():
-        need = pairs[piece]
-        at = bisect_left(rooms, need * scale)
-        if at < len(rooms):
-            room, row = divmod(rooms.pop(at), scale)
-            rows[row].append(piece)
-        else:
-            room, row = sequence_length, len(rows)
-            rows.append([piece])
-        if room > need:
-            insort(rooms, (room - need) * scale + row)
-    for members in rows:
-        members.sort()
-    return rows
+    firsts = np.cumsum(sizes) - sizes
+    fill = np.repeat(np.arange(len(sizes)), sizes)
+    order = np.argsort(fill * (sequence_length + 1) - pairs, kind="stable")
+    # A row with room is one number, room * scale + row within its fill: the least room first, then the older row.
+    scale = int(sizes.max()) + 1
+    need, full = pairs[order] * scale, sequence_length * scale
+    # Pieces of more than half a row come first, and none of them fits beside another: each opens a row.
+    opened = full + within(sizes) - need
+    large = np.add.reduceat((2 * pairs > sequence_length).astype(np.int64), firsts)
+    rests, rows = list[int](), list[int]()
+    for first, alone, end in zip(firsts.tolist(), (firsts + large).tolist(), (firsts + sizes).tolist(), strict=True):
+        rests += (begun := opened[first:alone].tolist())
+        placed, count = _best_fit(need[alone:end].tolist(), begun, full, scale)
+        rests += placed
+        rows.append(count)
+    rows_of_fills = np.array(rows, np.int64)
+    row = np.empty(len(pairs), np.int64)
+    row[order] = np.array(rests, np.int64) % scale + np.repeat(np.cumsum(rows_of_fills) - rows_of_fills, sizes)
+    return row, rows_of_fills
+
+
+def _best_fit(needs: list[int], begun: list[int], full: int, scale: int) -> tuple[list[int], int]:
+    """Put each piece where there is least room for it.
+
+    Args:
+        needs: of the pieces in the order in which they are placed, pairs * scale.
+        begun: what is left of the rows that were opened before, ascending, room * scale + row.
+        full: room of a new row * scale.
+        scale: more than there are rows.
+
+    Returns:
+        What was left of each piece's row when it was in it, as in `begun`; how many rows there are.
+    """
+    rooms = [*begun[bisect_left(begun, scale) :], full + len(begun)]  # the last is the next new row: all others have less room
+    placed = []
+    for need in needs:
+        room = rooms.pop(bisect_left(rooms, need))
+        if room >= full:
+            rooms.append(room + 1)
+        room -= need
+        placed.append(room)
+        if room >= scale:
+            insort(rooms, room)
+    return placed, rooms[-1] - full
 
 
 class Fills:
@@ -164,30 +192,23 @@ def lay_fills(pieces: Pieces, sizes: I64, tails: I64, sequence_length: int) -> L
 
     Args:
         pieces: fill after fill, each of one lane and in order of arrival; changed in place.
-        sizes: int64 [fills], pieces of each.
+        sizes: int64 [fills], pieces of each; at least one fill.
         tails: int64 [lanes], multiples of `sequence_length`; moved on.
         sequence_length: pairs a row.
     """
-    pairs = pieces["pairs"].tolist()
-    order: list[int] = []
-    members_of_rows: list[int] = []
-    starts, rows_of_fills = np.empty(len(sizes), np.int64), np.empty(len(sizes), np.int64)
-    first = 0
-    for fill, size in enumerate(sizes.tolist()):
-        rows = best_fit_rows(pairs[first : first + size], sequence_length)
-        for members in rows:
-            order += [first + i for i in members]
-            members_of_rows.append(len(members))
-        lane = pieces["lane"][first]
-        starts[fill], rows_of_fills[fill] = tails[lane], len(rows)
-        tails[lane] += len(rows) * sequence_length
-        first += size
+    row, rows_of_fills = best_fit_rows(pieces["pairs"], sizes, sequence_length)
+    lane = pieces["lane"][np.cumsum(sizes) - sizes]
+    # A lane's fills come one after the other: each begins where those before it end.
+    ends = np.cumsum(rows_of_fills) * sequence_length
+    new_lane = np.append(True, lane[1:] != lane[:-1])[: len(lane)]
+    first = np.flatnonzero(new_lane)
+    before = ends - rows_of_fills * sequence_length
+    starts = tails[lane] + before - np.repeat(before[first], np.diff(np.append(first, len(lane))))
+    np.add.at(tails, lane, rows_of_fills * sequence_length)
     pieces["begun"], pieces["done"] = np.repeat(starts, sizes), np.repeat(starts + rows_of_fills * sequence_length, sizes)
     row_at = np.repeat(starts, rows_of_fills) + within(rows_of_fills) * sequence_length
-    return Laid(
-        pieces=pieces,
-        segments=_row_segments(pick(pieces, np.array(order, np.int64)), row_at, np.array(members_of_rows, np.int64), sequence_length),
-    )
+    order = np.argsort(row, kind="stable")  # within a row by arrival
+    return Laid(pieces=pieces, segments=_row_segments(pick(pieces, order), row_at, np.bincount(row), sequence_length))
 
 
 def _row_segments(pieces: Pieces, row_at: I64, members: I64, sequence_length: int) -> Segments:
