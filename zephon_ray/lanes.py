@@ -310,4 +310,4 @@ class LaneGroup:
         segments["at"] -= end
         self._laid = Laid(pieces=pieces, segments=segments)
         self._tails = np.maximum(self._tails - end, 0)
-        self._unused = self._pools.without([segments["pool"], self._fills.pools, *(p["pool"] for p in self._pending)])
+        self._unused = self._pools.without([segments["pool"], *self._fills.pools, *(p["pool"] for p in self._pending)])

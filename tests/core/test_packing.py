@@ -72,14 +72,16 @@ def test_wrap_covers_each_lanes_line_without_gap_or_overlap(pairs: list[int], le
 def test_fills_give_whole_rows_with_every_pair_once(fills: list[list[int]], length: int) -> None:
     pairs = [p for fill in fills for p in fill]
     tails = np.zeros(1, np.int64)
-    laid = lay_fills(pieces_of([0] * len(pairs), pairs), np.array([len(f) for f in fills]), tails, length)
+    pieces = pieces_of([0] * len(pairs), pairs)
+    laid = lay_fills(pieces, np.array([len(f) for f in fills]), tails, length)
     assert tails[0] % length == 0
     covered = sorted((int(s["at"]), int(s["at"] + s["pairs"])) for s in laid.segments)
     assert covered[0][0] == 0
     assert covered[-1][1] == tails[0]
     assert all(a[1] == b[0] for a, b in pairwise(covered))
     real = laid.segments[laid.segments["pool"] != PADDING]
-    assert sorted(real["start"].tolist()) == sorted(laid.pieces["start"].tolist())
+    assert sorted(real["start"].tolist()) == pieces["start"].tolist()
+    assert laid.pieces["pairs"].tolist() == [sum(fill) for fill in fills]
     assert (np.diff(np.unique(laid.pieces["begun"])) > 0).all()
 
 
@@ -184,4 +186,4 @@ def test_pieces_wait_for_their_fill_in_order_and_what_is_left_in_a_final_lane_is
                 of_sizes.append(len(waiting[lane][:size]))
                 del waiting[lane][:size]
         assert (taken["start"].tolist(), sizes.tolist()) == (expected, of_sizes)
-        assert len(fills.pools) == sum(map(len, waiting))
+        assert sum(map(len, fills.pools)) == sum(map(len, waiting))

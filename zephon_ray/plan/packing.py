@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from zephon_ray.plan.pieces import I64, PIECE, Pieces, join, pick, within
+from zephon_ray.plan.pieces import I64, PIECE, Pieces, join, pick, stable_order, within
 
 PADDING = -1
 """Number of the pool of a segment that is padding."""
@@ -29,7 +29,10 @@ Segments = npt.NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Laid:
-    """Pieces laid out: `begun` and `done` are set, and their segments at positions >= 0."""
+    """Pieces laid out: `begun` and `done` are set, and their segments at positions >= 0.
+
+    Of the pieces of a fill, which are begun and done together, only the last of each source is here, and has the `pairs` of all.
+    """
 
     pieces: Pieces
     segments: Segments
@@ -138,7 +141,7 @@ def _best_fit(needs: list[int], begun: list[int], full: int, scale: int) -> tupl
 
 
 class Fills:
-    """Pieces that wait until the next fill of their lane is full. What a call costs does not grow with what is waiting.
+    """Pieces that wait until the next fill of their lane is full. They are put in order when one is, not whenever some come.
 
     Args:
         lanes: how many.
@@ -147,16 +150,14 @@ class Fills:
 
     def __init__(self, lanes: int, size: int) -> None:
         self._size = size
-        self._parts: list[list[Pieces]] = [[] for _ in range(lanes)]
+        self._parts: list[Pieces] = []
         self._waiting = np.zeros(lanes, np.int64)
 
     def add(self, pieces: Pieces) -> None:
         """Pieces sorted by (lane, mixture order), all after those that wait."""
-        edges = np.searchsorted(pieces["lane"], np.arange(len(self._parts) + 1))
-        counts = np.diff(edges)
-        self._waiting += counts
-        for lane in np.flatnonzero(counts).tolist():
-            self._parts[lane].append(pieces[edges[lane] : edges[lane + 1]])
+        if len(pieces):
+            self._parts.append(pieces)
+            self._waiting += np.bincount(pieces["lane"], minlength=len(self._waiting))
 
     def take(self, final: npt.NDArray[np.bool_]) -> tuple[Pieces, I64]:
         """The fills that are full, and all that waits in lanes to which nothing comes any more.
@@ -170,28 +171,28 @@ class Fills:
         whole, rest = np.divmod(self._waiting, self._size)
         closed = final & (rest > 0)
         fills = whole + closed
-        taken = []
-        for lane in np.flatnonzero(fills).tolist():
-            held, n = join(self._parts[lane]), int(self._waiting[lane] if closed[lane] else whole[lane] * self._size)
-            taken.append(held[:n])
-            self._parts[lane] = [held[n:]] if n < len(held) else []
-        self._waiting = np.where(closed, 0, rest)
         sizes = np.full(int(fills.sum()), self._size, np.int64)
+        if not len(sizes):
+            return np.empty(0, PIECE), sizes
         sizes[np.cumsum(fills)[closed] - 1] = rest[closed]
-        return join(taken) if taken else np.empty(0, PIECE), sizes
+        held = join(self._parts)
+        held = pick(held, stable_order(held["lane"], len(self._waiting)))
+        left = np.where(closed, 0, rest)
+        taken = within(self._waiting) < np.repeat(self._waiting - left, self._waiting)
+        self._parts, self._waiting = [pick(held, ~taken)], left
+        return pick(held, taken), sizes
 
     @property
-    def pools(self) -> I64:
-        """Numbers of the pools of all pieces that wait, int64 [n], in no order and more than once."""
-        parts = [part["pool"] for of_lane in self._parts for part in of_lane]
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+    def pools(self) -> list[I64]:
+        """Numbers of the pools of all pieces that wait, int64 each, in no order and more than once."""
+        return [part["pool"] for part in self._parts]
 
 
 def lay_fills(pieces: Pieces, sizes: I64, tails: I64, sequence_length: int) -> Laid:
     """Lay fills behind their lanes' tails.
 
     Args:
-        pieces: fill after fill, each of one lane and in order of arrival; changed in place.
+        pieces: fill after fill, each of one lane and in order of arrival.
         sizes: int64 [fills], pieces of each; at least one fill.
         tails: int64 [lanes], multiples of `sequence_length`; moved on.
         sequence_length: pairs a row.
@@ -205,10 +206,26 @@ def lay_fills(pieces: Pieces, sizes: I64, tails: I64, sequence_length: int) -> L
     before = ends - rows_of_fills * sequence_length
     starts = tails[lane] + before - np.repeat(before[first], np.diff(np.append(first, len(lane))))
     np.add.at(tails, lane, rows_of_fills * sequence_length)
-    pieces["begun"], pieces["done"] = np.repeat(starts, sizes), np.repeat(starts + rows_of_fills * sequence_length, sizes)
     row_at = np.repeat(starts, rows_of_fills) + within(rows_of_fills) * sequence_length
     order = np.argsort(row, kind="stable")  # within a row by arrival
-    return Laid(pieces=pieces, segments=_row_segments(pick(pieces, order), row_at, np.bincount(row), sequence_length))
+    segments = _row_segments(pick(pieces, order), row_at, np.bincount(row), sequence_length)
+    fill, pieces = _summed_by_source(pieces, sizes)
+    pieces["begun"], pieces["done"] = starts[fill], (starts + rows_of_fills * sequence_length)[fill]
+    return Laid(pieces=pieces, segments=segments)
+
+
+def _summed_by_source(pieces: Pieces, sizes: I64) -> tuple[I64, Pieces]:
+    """The last piece of each source in each fill, with the pairs of all of them there; and the fill of each, int64 [pieces]."""
+    fill = np.repeat(np.arange(len(sizes)), sizes)
+    sources = int(pieces["source"].max()) + 1
+    place = fill * sources + pieces["source"]
+    pairs, last = np.zeros(len(sizes) * sources, np.int64), np.full(len(sizes) * sources, -1, np.int64)
+    np.add.at(pairs, place, pieces["pairs"])
+    last[place] = np.arange(len(pieces))  # of equal ones the last wins, says numpy
+    kept = np.sort(last[last >= 0])
+    summed = pick(pieces, kept)
+    summed["pairs"] = pairs[place[kept]]
+    return fill[kept], summed
 
 
 def _row_segments(pieces: Pieces, row_at: I64, members: I64, sequence_length: int) -> Segments:
