@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from heapq import heapify, heapreplace
 from itertools import pairwise
+from random import Random
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from zephon_ray.hashing import extend_key64, key64
 from zephon_ray.plan.dealing import Dealer, SourceStart
+from zephon_ray.plan.fewest import MANY, Fewest
 from zephon_ray.plan.packing import PADDING, Fills, best_fit_rows, lay_fills, lay_padding, lay_wrap
 from zephon_ray.plan.pieces import PIECE, UnitShape, cut_pieces, join, mixture_order, pick, stable_order
 from zephon_ray.plan.windows import Position
@@ -29,6 +32,29 @@ def pieces_of(lanes: list[int], pairs: list[int]) -> np.ndarray:
 def test_keys_of_arrays_are_the_keys_of_their_numbers(parts: list[int], last: list[int]) -> None:
     got = extend_key64(key64(*parts), np.array(last, np.int64), np.array(last[::-1], np.int64))
     assert got.tolist() == [key64(*parts, a, b) for a, b in zip(last, last[::-1], strict=True)]
+
+
+@given(
+    st.integers(MANY - 1, MANY + 1),
+    st.lists(st.lists(st.integers(1, 300) | st.just(1) | st.just(1 << 20), max_size=80), min_size=1, max_size=4),
+    st.integers(1, 400),
+    st.randoms(use_true_random=False),
+)
+def test_each_piece_goes_to_the_lane_with_the_fewest_pairs_however_many_lanes_there_are(
+    lanes: int, calls: list[list[int]], times: int, random: Random
+) -> None:
+    """As many pieces as bring both forms about, of like sizes and of such as differ by much."""
+    dealt = [random.choice((0, 1, 500)) for _ in range(lanes)]
+    fewest, heap = Fewest(np.array(dealt)), [(n, lane) for lane, n in enumerate(dealt)]
+    heapify(heap)
+    for pairs in calls:
+        pieces = pairs * times
+        expected = []
+        for n in pieces:
+            most, lane = heap[0]
+            heapreplace(heap, (most + n, lane))
+            expected.append(lane)
+        assert fewest.deal(np.array(pieces, np.int64)).tolist() == expected
 
 
 @given(st.lists(sizes, min_size=1, max_size=4), st.integers(40, 64))

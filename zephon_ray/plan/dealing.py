@@ -10,18 +10,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heapify, heapreplace
 
 import numpy as np
 import numpy.typing as npt
 
 from zephon_ray.errors import StateError
 from zephon_ray.hashing import PHASE, key64
+from zephon_ray.plan.fewest import Fewest
 from zephon_ray.plan.pieces import I64, PIECE, CutPieces, Pieces, pick, stable_order
 from zephon_ray.plan.windows import Position
 from zephon_ray.recipe import SHARE_BITS
-
-_SLAB = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,8 +87,7 @@ class Dealer:
         self._last_skip = int(start.windows.max())
         self._slack = start.counts - phase - start.dealt
         self._settled = False
-        self._heap = [int(d) * self._lanes + lane for lane, d in enumerate(self._dealt)]
-        heapify(self._heap)
+        self._fewest = Fewest(self._dealt)
         self._deals: deque[_Deal] = deque()
         self._after = start.position
         self._last_start: tuple[int, tuple[Position, I64]] | None = None
@@ -122,7 +119,7 @@ class Dealer:
         Raises:
             StateError: the pieces do not lead to the places that the state holds.
         """
-        lane = self._choose_lanes(cut.pairs)
+        lane = self._fewest.deal(cut.pairs)
         first = self.next_window
         self.next_window += len(positions)
         self._after = after
@@ -133,17 +130,6 @@ class Dealer:
         )
         order = stable_order(lane, self._lanes)
         return self._pieces(lane[order], cut.window[order] + first, cut.start[order], cut.pairs[order], pool)
-
-    def _choose_lanes(self, pairs: I64) -> I64:
-        """Lane of each piece: the one with the fewest pairs, the lowest among equals.
-
-        The heap holds dealt * lanes + lane, so one integer says both; dealing is the one step of the order that is
-        sequential by nature, and this is the leanest form of it that we measured: in slabs, so that its numbers stay in the cache.
-        """
-        heap, steps, tops = self._heap, pairs * self._lanes, np.empty(len(pairs), np.int64)
-        for at in range(0, len(steps), _SLAB):
-            tops[at : at + _SLAB] = [heapreplace(heap, heap[0] + step) for step in steps[at : at + _SLAB].tolist()]
-        return tops % self._lanes
 
     def _pieces(self, lane: I64, window: I64, start: I64, pairs: I64, pool: int) -> Pieces:
         n = len(lane)
