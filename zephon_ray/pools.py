@@ -35,18 +35,27 @@ class Pools:
         self.line = np.full(padding, pad_id, np.int32)
         """int32 [n]. It is replaced when there is no room left; what it holds stays where it is, in the old one too."""
         self._first = padding
-        self._pools: dict[int, tuple[int, int]] = {}
+        self._pools: dict[int, list[tuple[int, int]]] = {}
 
     @property
     def ids(self) -> int:
         """Held in all pools together."""
-        return sum(end - first for first, end in self._pools.values())
+        return sum(end - first for spans in self._pools.values() for first, end in spans)
 
     def add_all(self, number: int, ids: Sequence[U32], pieces: Pieces) -> None:
-        """Take over all arrays, end to end; starts of the pieces, which count along them, are changed to count along the line."""
-        at = self._room(number, sum(map(len, ids)))
-        np.concatenate(ids, out=self.line[at : self._pools[number][1]].view(np.uint32))
-        pieces["start"] += at
+        """Take over all arrays; starts of the pieces, which count along them end to end, are changed to count along the line."""
+        sizes = np.array([len(array) for array in ids])
+        places = self._room(number, sizes.tolist())
+        line = self.line.view(np.uint32)
+        for place, array in zip(places, ids, strict=True):
+            line[place : place + len(array)] = array
+        before = np.cumsum(sizes) - sizes
+        shift = np.array(places) - before
+        moved = np.flatnonzero(np.diff(shift)) + 1  # one run of arrays for each gap that was filled
+        if len(moved):
+            pieces["start"] += shift[np.append(0, moved)][np.searchsorted(before[moved], pieces["start"], side="right")]
+        else:
+            pieces["start"] += shift[0]
 
     def add_own(self, number: int, ids: Sequence[U32], pieces: Pieces) -> None:
         """Take over the ids of some pieces, piece after piece.
@@ -61,8 +70,8 @@ class Pools:
         source = pieces["start"] - np.concatenate(([0], ends))[array]
         size = pieces["pairs"] + 1
         to = np.cumsum(size) - size
-        at = self._room(number, int(size.sum()))
-        pool = self.line[at : self._pools[number][1]].view(np.uint32)
+        (at,) = self._room(number, [int(size.sum())])
+        pool = self.line[at : at + int(size.sum())].view(np.uint32)
         if len(pool) < len(pieces) * SHORT:
             _gather(pool, ids, array, source, to, size)
         else:
@@ -83,19 +92,23 @@ class Pools:
             held[np.maximum(of - (least - 1), 0)] = True  # padding is at 0, the pools behind it
         return {number for number in self._pools if not held[number - least + 1]}
 
-    def _room(self, number: int, size: int) -> int:
-        """Where a new pool begins: the first gap that is wide enough, or the end of a line that grows."""
-        at = self._first
-        for first, end in sorted(self._pools.values()):
-            if first - at >= size:
-                break
-            at = end
-        if at + size > len(self.line):
-            line = np.empty(_ROOM * (at + size), np.int32)
-            line[:at] = self.line[:at]
+    def _room(self, number: int, sizes: Sequence[int]) -> list[int]:
+        """Where the arrays of a new pool begin: in the gaps, as many as fit, and at the end of a line that grows."""
+        taken = sorted(span for spans in self._pools.values() for span in spans)
+        places, spans = list[int](), list[tuple[int, int]]()
+        first = at = self._first
+        for size in sizes:
+            while taken and taken[0][0] - at < size:
+                spans.append((first, at))
+                first = at = taken.pop(0)[1]
+            places.append(at)
+            at += size
+        self._pools[number] = [span for span in (*spans, (first, at)) if span[0] < span[1]]
+        if at > len(self.line):
+            line = np.empty(_ROOM * at, np.int32)
+            line[:first] = self.line[:first]
             self.line = line
-        self._pools[number] = at, at + size
-        return at
+        return places
 
 
 def _gather(pool: U32, ids: Sequence[U32], array: I64, source: I64, to: I64, size: I64) -> None:
