@@ -67,7 +67,7 @@ def test_the_collector_makes_sixty_million_pairs_a_cpu_second_and_lanes_cost_lit
     rates = {lanes: max(pairs_per_cpu_second(lanes, 600, packing, seconds=2, rows=1024) for _ in range(3)) for lanes in (8, 1024)}
     print({lanes: f"{rate / 1e6:.0f} M pairs / CPU-s" for lanes, rate in rates.items()})
     assert rates[8] > 60e6
-    assert rates[1024] > rates[8] / 1.25
+    assert rates[1024] > rates[8] / 1.2
 
 
 def test_the_measurements_of_growth_run(capsys: pytest.CaptureFixture[str]) -> None:
