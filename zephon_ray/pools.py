@@ -21,6 +21,7 @@ SHORT = 110
 """Mean ids a piece below which one gather of single ids costs less than a copy a piece; measured."""
 
 _ROOM = 4  # times as long as it has to be is a line made that must grow: what is never written to costs no memory, and growing a copy
+_NOWHERE = 1 << 62, 1 << 62  # behind the line
 
 
 class Pools:
@@ -94,13 +95,15 @@ class Pools:
 
     def _room(self, number: int, sizes: Sequence[int]) -> list[int]:
         """Where the arrays of a new pool begin: in the gaps, as many as fit, and at the end of a line that grows."""
-        taken = sorted(span for spans in self._pools.values() for span in spans)
+        taken = iter(sorted(span for spans in self._pools.values() for span in spans))
+        begin, end = next(taken, _NOWHERE)
         places, spans = list[int](), list[tuple[int, int]]()
         first = at = self._first
         for size in sizes:
-            while taken and taken[0][0] - at < size:
+            while begin - at < size:
                 spans.append((first, at))
-                first = at = taken.pop(0)[1]
+                first = at = end
+                begin, end = next(taken, _NOWHERE)
             places.append(at)
             at += size
         self._pools[number] = [span for span in (*spans, (first, at)) if span[0] < span[1]]

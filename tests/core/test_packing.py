@@ -94,11 +94,16 @@ def test_wrap_covers_each_lanes_line_without_gap_or_overlap(pairs: list[int], le
         assert s["start"] - of["start"] == s["at"] - of["begun"]
 
 
-@given(st.lists(sizes, min_size=1, max_size=4), st.integers(40, 50))
-def test_fills_give_whole_rows_with_every_pair_once(fills: list[list[int]], length: int) -> None:
+@given(st.lists(sizes, min_size=1, max_size=4), st.integers(40, 50), st.data())
+def test_fills_give_whole_rows_with_every_pair_once(fills: list[list[int]], length: int, data: st.DataObject) -> None:
     pairs = [p for fill in fills for p in fill]
     tails = np.zeros(1, np.int64)
     pieces = pieces_of([0] * len(pairs), pairs)
+    pieces["source"] = data.draw(st.lists(st.integers(0, 3), min_size=len(pairs), max_size=len(pairs)))
+    last: list[tuple[int, int, int]] = []  # of each fill and source, as they come: what is carried on
+    for fill in np.split(pieces, np.cumsum([len(f) for f in fills])[:-1]):
+        of_sources = {int(p["source"]): int(p["start"]) for p in fill}
+        last += sorted((start, source, int(fill["pairs"][fill["source"] == source].sum())) for source, start in of_sources.items())
     laid = lay_fills(pieces, np.array([len(f) for f in fills]), tails, length)
     assert tails[0] % length == 0
     covered = sorted((int(s["at"]), int(s["at"] + s["pairs"])) for s in laid.segments)
@@ -107,7 +112,7 @@ def test_fills_give_whole_rows_with_every_pair_once(fills: list[list[int]], leng
     assert all(a[1] == b[0] for a, b in pairwise(covered))
     real = laid.segments[laid.segments["pool"] != PADDING]
     assert sorted(real["start"].tolist()) == pieces["start"].tolist()
-    assert laid.pieces["pairs"].tolist() == [sum(fill) for fill in fills]
+    assert laid.pieces[["start", "source", "pairs"]].tolist() == last
     assert (np.diff(np.unique(laid.pieces["begun"])) > 0).all()
 
 
